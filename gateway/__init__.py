@@ -1,0 +1,1 @@
+"""Gateway: client connections, authentication, tickets and the byte path; stateless, any number of them."""

@@ -1,0 +1,1 @@
+"""Llamastead keeps many llama.cpp models behind one port."""

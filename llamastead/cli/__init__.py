@@ -1,0 +1,1 @@
+"""The `llamastead` command."""

@@ -1,0 +1,1 @@
+"""RQ worker: jobs that take long and must not sit in the supervisor."""

@@ -1,0 +1,1 @@
+"""What all processes share: words, keys, Redis scripts, settings, logs."""

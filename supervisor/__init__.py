@@ -1,0 +1,1 @@
+"""Supervisor: every decision, the registry, the instances."""
