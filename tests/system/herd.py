@@ -1,0 +1,202 @@
+"""A real herd for the end-to-end tests: the command as a user starts it, with its own run folder and port."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PATIENCE_S = 30.0
+
+
+def free_port() -> int:
+    """Return a TCP port on loopback that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
+    """Return this process's environment without settings of Llamastead or llama-server, plus `extra`."""
+    ours = ("LLAMASTEAD_", "LLAMA_", "RQ_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | dict(extra)
+
+
+class Role:
+    """One `llamastead …` process of a test; its output goes to a file in the run folder."""
+
+    def __init__(self, name: str, args: list[str], run_dir: Path, env: Mapping[str, str]) -> None:
+        self.name, self.args, self.run_dir, self.env = name, args, run_dir, dict(env)
+        self.process: asyncio.subprocess.Process | None = None
+        self.log = run_dir.parent / f"{name}.log"
+
+    async def start(self) -> None:
+        """Start it in a process group of its own."""
+        with self.log.open("ab") as out:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "llamastead",
+                *self.args,
+                stdout=out,
+                stderr=out,
+                stdin=asyncio.subprocess.DEVNULL,
+                env=clean_environment(self.env | {"LLAMASTEAD_RUN_DIR": str(self.run_dir)}),
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The pid of the started process."""
+        assert self.process is not None, f"{self.name} was not started"
+        return self.process.pid
+
+    async def signal(self, number: signal.Signals) -> int:
+        """Send a signal and return the exit code once it ended."""
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+
+    def output(self) -> str:
+        """Return what it printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+async def until(look: Any, what: str, patience_s: float = PATIENCE_S) -> Any:
+    """Await `look()` until it returns something true, and return that; fail naming `what` when patience ends.
+
+    `look` may be a coroutine function; exceptions of an HTTP client count as "not yet".
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(httpx.HTTPError, ConnectionError, FileNotFoundError):
+            found = look()
+            if asyncio.iscoroutine(found):
+                found = await found
+            if found:
+                return found
+        assert time.monotonic() < end, f"gave up after {patience_s} s waiting for {what}"
+        await asyncio.sleep(0.02)
+
+
+def instance_pids(run_dir: Path) -> list[int]:
+    """Return the pids of the engines whose command line names a socket below `run_dir`, from /proc."""
+    needle, found = os.fsencode(str(run_dir)), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"--host" in arguments and any(a.startswith(needle) for a in arguments):
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def processes_naming(run_dir: Path) -> list[int]:
+    """Return the pids of all processes whose command line or environment names `run_dir`, but for this one."""
+    needle, found = os.fsencode(str(run_dir)), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """Yield a run folder with a path short enough for unix sockets, and remove it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        run_dir = Path(folder) / "run"
+        run_dir.mkdir(mode=0o700)
+        yield run_dir
+
+
+class Herd:
+    """`llamastead up` on a free port, or the roles apart; `client` talks to the first gateway."""
+
+    def __init__(self, run_dir: Path, env: Mapping[str, str]) -> None:
+        self.run_dir, self.env = run_dir, dict(env)
+        self.roles: dict[str, Role] = {}
+        self.ports: list[int] = []
+
+    async def up(self, *args: str, ready: bool = True) -> Role:
+        """Start `llamastead up` with these arguments and wait until its gateway is ready."""
+        port = free_port()
+        role = await self.role("up", "up", "--port", str(port), *args)
+        self.ports.append(port)
+        if ready:
+            await self.ready(role, port)
+        return role
+
+    async def role(self, name: str, *args: str) -> Role:
+        """Start any `llamastead` command as a process that the test can signal by `name`."""
+        role = Role(name, list(args), self.run_dir, self.env)
+        self.roles[name] = role
+        await role.start()
+        return role
+
+    async def gateway(self, name: str, *args: str) -> Role:
+        """Start one more gateway on a port of its own and wait until it is ready."""
+        port = free_port()
+        role = await self.role(name, "gateway", "--port", str(port), *args)
+        self.ports.append(port)
+        await self.ready(role, port)
+        return role
+
+    async def ready(self, role: Role, port: int) -> None:
+        """Wait until the gateway on `port` says it is ready; fail with the role's output if it ended."""
+
+        async def look() -> bool:
+            assert role.process is not None
+            assert role.process.returncode is None, f"{role.name} ended:\n{role.output()[-4000:]}"
+            async with httpx.AsyncClient() as client:
+                return (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
+
+        try:
+            await until(look, f"{role.name} on port {port}")
+        except AssertionError as failure:
+            raise AssertionError(f"{failure}\n{role.output()[-4000:]}") from None
+
+    def client(self, gateway: int = 0, **options: Any) -> httpx.AsyncClient:
+        """Return an HTTP client for gateway number `gateway`."""
+        options.setdefault("timeout", PATIENCE_S)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.ports[gateway]}", **options)
+
+    async def status(self, model: str) -> dict[str, Any]:
+        """Return the `status` object of a model as GET /models shows it."""
+        async with self.client() as client:
+            entries = (await client.get("/models")).json()["data"]
+        return dict(next(e["status"] for e in entries if e["id"] == model))
+
+    async def stop(self) -> None:
+        """Stop everything that still runs, politely first; then kill what is left by pid."""
+        for role in self.roles.values():
+            if role.process is not None and role.process.returncode is None:
+                role.process.send_signal(signal.SIGTERM)
+        for role in self.roles.values():
+            if role.process is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(role.process.wait(), PATIENCE_S)
+        for pid in processes_naming(self.run_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.asynccontextmanager
+async def herd(env: Mapping[str, str] = {}) -> AsyncIterator[Herd]:
+    """Yield a herd that is not started yet; whatever the test starts through it is ended afterwards."""
+    with run_folder() as run_dir:
+        made = Herd(run_dir, env)
+        try:
+            yield made
+        finally:
+            await made.stop()
