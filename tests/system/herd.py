@@ -101,7 +101,7 @@ def instance_pids(run_dir: Path) -> list[int]:
 
 
 def processes_naming(run_dir: Path) -> list[int]:
-    """Return the pids of all processes whose command line or environment names `run_dir`, but for this one."""
+    """Return the pids of all processes whose command line or environment names `run_dir`, save our own."""
     needle, found = os.fsencode(str(run_dir)), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
