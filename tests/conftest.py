@@ -1,4 +1,4 @@
-"""What tests of all layers share. This file also puts tests/ on the import path, for `from tiny import ...`."""
+"""What tests of all layers share; it also puts tests/ on the import path, for `from tiny import ...`."""
 
 import tempfile
 from collections.abc import Iterator
