@@ -1,0 +1,90 @@
+"""What the byte path asks of the rest of the gateway, as protocols: a catalog of models and an admission desk."""
+
+from typing import Any, Protocol
+
+from llamastead.shared.words import UseKind
+
+
+class CatalogModel(Protocol):
+    """A registry entry as this gateway knows it now."""
+
+    @property
+    def name(self) -> str:
+        """The canonical name, whatever alias the client wrote."""
+        ...
+
+    @property
+    def running(self) -> bool:
+        """True when a request needs no new load: the model is loading, loaded, draining or asleep."""
+        ...
+
+
+class Catalog(Protocol):
+    """The local copy of the registry."""
+
+    def resolve(self, name: str) -> CatalogModel | None:
+        """Return the entry of a name or alias, exactly as written (no folding), or None."""
+        ...
+
+    async def look_again(self, name: str) -> CatalogModel | None:
+        """Ask Redis once for a name the local copy doesn't have. Raises ApiError when Redis can't be asked."""
+        ...
+
+
+class Claim(Protocol):
+    """One request's share of this gateway's lease on an instance, alive as long as the request's ASGI call."""
+
+    @property
+    def instance(self) -> str:
+        """The instance id, `<host>-<epoch>-<k>`."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where the instance listens: `unix:<path>`."""
+        ...
+
+    @property
+    def key(self) -> str:
+        """The instance's own API key, to be sent as bearer."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """`hot` when the instance was ready at once, `cold` when the request waited for it."""
+        ...
+
+    @property
+    def wait_ms(self) -> int:
+        """Milliseconds from the request's arrival at admission to the grant."""
+        ...
+
+    @property
+    def load_ms(self) -> int:
+        """Milliseconds of the load this request waited for, 0 when it waited for none."""
+        ...
+
+    def close(self) -> None:
+        """Give the share back; idempotent, never awaits."""
+        ...
+
+
+class Admission(Protocol):
+    """Grants claims on instances, at once or after a wait in the queue."""
+
+    async def acquire(self, model: str, kind: UseKind, request_id: str) -> Claim:
+        """Return a claim on a ready instance of `model` (canonical name). Raises ApiError; cancelled, it gives its ticket back."""
+        ...
+
+    async def refused(self, claim: Claim) -> Claim:
+        """Trade a claim whose address refused, before any answer came, for one on another instance. Raises ApiError.
+
+        The old claim is closed here, also when this is cancelled or raises.
+        """
+        ...
+
+
+def request_id(scope: dict[str, Any]) -> str:
+    """Return the request's id, which the edge middleware put into `scope["state"]["request_id"]`."""
+    found: str = scope["state"]["request_id"]
+    return found
