@@ -1,4 +1,4 @@
-"""What the byte path asks of the rest of the gateway, as protocols: a catalog of models and an admission desk."""
+"""What the byte path asks of the rest of the gateway: a catalog of models and an admission desk."""
 
 from typing import Any, Protocol
 
@@ -23,16 +23,16 @@ class Catalog(Protocol):
     """The local copy of the registry."""
 
     def resolve(self, name: str) -> CatalogModel | None:
-        """Return the entry of a name or alias, exactly as written (no folding), or None."""
+        """Return the entry of a name or alias, matched exactly as written, or None."""
         ...
 
     async def look_again(self, name: str) -> CatalogModel | None:
-        """Ask Redis once for a name the local copy doesn't have. Raises ApiError when Redis can't be asked."""
+        """Ask Redis once for a name the local copy doesn't have. Raises ApiError when it can't be asked."""
         ...
 
 
 class Claim(Protocol):
-    """One request's share of this gateway's lease on an instance, alive as long as the request's ASGI call."""
+    """One request's share of this gateway's lease on an instance; lives as long as the ASGI call."""
 
     @property
     def instance(self) -> str:
@@ -73,13 +73,16 @@ class Admission(Protocol):
     """Grants claims on instances, at once or after a wait in the queue."""
 
     async def acquire(self, model: str, kind: UseKind, request_id: str) -> Claim:
-        """Return a claim on a ready instance of `model` (canonical name). Raises ApiError; cancelled, it gives its ticket back."""
+        """Return a claim on a ready instance of `model` (canonical name).
+
+        Raises ApiError; cancelled, it gives its ticket back.
+        """
         ...
 
     async def refused(self, claim: Claim) -> Claim:
-        """Trade a claim whose address refused, before any answer came, for one on another instance. Raises ApiError.
+        """Trade a claim whose address refused, before any answer came, for one on another instance.
 
-        The old claim is closed here, also when this is cancelled or raises.
+        The old claim is closed here, also when this is cancelled. Raises ApiError.
         """
         ...
 
