@@ -1,0 +1,310 @@
+"""All settings in one place: each field is a flag, an environment variable and a line of help.
+
+Flags and variables are spelled as llama-server spells them where it has them; all others are `--max-wait` and
+`LLAMASTEAD_MAX_WAIT` for a field `max_wait`. The command line wins over LLAMASTEAD_…, that over LLAMA_ARG_…,
+that over the default. Seconds are floats.
+"""
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+ENV_PREFIX = "LLAMASTEAD_"
+SOCKET_PATH_MAX = 107  # bytes of a unix socket's path: sun_path of Linux without its closing zero
+
+
+class SettingsError(Exception):
+    """Settings that can't work; the message names the setting, what is wrong and what to do."""
+
+
+def setting(
+    default: Any,
+    text: str,
+    *,
+    flag: str | None = "",
+    env: str | None = None,
+    metavar: str | None = None,
+    **rules: Any,
+) -> Any:
+    """Declare a field: its help `text`, its flag ("" = the field's name, None = none), llama-server's variable."""
+    extra: JsonDict = {"flag": flag, "env": env, "metavar": metavar}
+    if callable(default):
+        return Field(default_factory=default, description=text, json_schema_extra=extra, **rules)
+    return Field(default, description=text, json_schema_extra=extra, **rules)
+
+
+def field_extra(info: FieldInfo) -> Mapping[str, Any]:
+    """Return what `setting` noted about a field: flag, env, metavar."""
+    extra = info.json_schema_extra
+    if not isinstance(extra, dict):
+        raise TypeError("a field of Settings is declared with setting()")
+    return extra
+
+
+def default_run_dir() -> Path:
+    """Return $XDG_RUNTIME_DIR/llamastead, else ~/.local/state/llamastead."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and Path(runtime).is_dir():
+        return Path(runtime) / "llamastead"
+    return Path.home() / ".local" / "state" / "llamastead"
+
+
+def default_host_id() -> str:
+    """Return this machine's name, fit to be part of keys and file names."""
+    return re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:32].strip("-") or "host"
+
+
+def redacted_url(url: str) -> str:
+    """Return `url` with its password, if any, replaced by stars: fit for messages and logs."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user, _, place = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:***@{place}"))
+
+
+Words = Annotated[tuple[str, ...], NoDecode]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode]
+
+
+class LlamaServerEnv(PydanticBaseSettingsSource):
+    """The variables that llama-server's router reads itself (LLAMA_ARG_MODELS_MAX, LLAMA_API_KEY, …)."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """Return the variable's text or None."""
+        name = field_extra(field)["env"]
+        value = os.environ.get(name) if name else None
+        if name and not value and os.environ.get(name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_")):
+            value = "false"  # llama-server: the negated variable's presence says off, whatever its value
+        return value or None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the fields that have a value."""
+        found = {
+            name: self.get_field_value(info, name)[0] for name, info in self.settings_cls.model_fields.items()
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Settings(BaseSettings):
+    """Everything that can be set for the herd and its processes."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    # -- what llama-server's router has, spelled alike
+    host: str = setting("127.0.0.1", "address to listen on", env="LLAMA_ARG_HOST")
+    port: int = setting(8080, "port to listen on", env="LLAMA_ARG_PORT", ge=0, le=65535)
+    models_dir: Path | None = setting(
+        None, "folder with GGUF files and model folders", env="LLAMA_ARG_MODELS_DIR"
+    )
+    models_preset: Path | None = setting(None, "INI file with model presets", env="LLAMA_ARG_MODELS_PRESET")
+    models_max: int = setting(
+        4, "models loaded at the same time at most, 0 = no limit", env="LLAMA_ARG_MODELS_MAX", ge=0
+    )
+    models_autoload: bool = setting(
+        True, "load a model when a request names it", env="LLAMA_ARG_MODELS_AUTOLOAD"
+    )
+    api_keys: Keys = setting(
+        (),
+        "key that clients need; several by commas or by repeating",
+        flag="--api-key",
+        env="LLAMA_API_KEY",
+        metavar="KEY",
+    )
+    api_key_file: Path | None = setting(
+        None, "file with keys, one a line, # comments", env="LLAMA_ARG_API_KEY_FILE"
+    )
+    stop_timeout: float = setting(
+        10.0, "seconds an instance or a whole herd has to stop before it is killed", gt=0
+    )
+
+    # -- our own
+    admin_keys: Keys = setting(
+        (),
+        "key for load, unload and logs; without one the clients' keys do",
+        flag="--admin-key",
+        metavar="KEY",
+    )
+    engine: Path | None = setting(
+        None, "llama-server to run (default: on PATH, else the installed engine wheel)"
+    )
+    run_dir: Path = setting(default_run_dir, "folder for sockets, locks, logs and the embedded Redis's data")
+    redis_url: str = setting(
+        "", "Redis or Valkey to use: redis://, rediss:// or unix:// (default: an embedded one)", repr=False
+    )
+    redis_prefix: str = setting("llamastead:", "prefix of all keys in Redis", min_length=1)
+    host_id: str = setting(
+        default_host_id, "name of this machine in the herd", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$"
+    )
+    max_wait: float = setting(
+        30.0, "seconds the first in the queue waits before a busy model is drained for it", ge=0
+    )
+    min_residence: float = setting(2.0, "seconds a model that served stays loaded at least", ge=0)
+    unload_after: float | None = setting(
+        None, "idle seconds after which a model is unloaded (default: never)", ge=-1
+    )
+    orphan_grace: float = setting(60.0, "seconds an instance lives on without any supervisor", gt=0)
+    queue_limit: int = setting(256, "requests that may wait for one model", ge=1)
+    queue_limit_total: int = setting(1024, "requests that may wait in all", ge=1)
+    queue_timeout: float = setting(600.0, "seconds a request waits at most", gt=0)
+    stall_timeout: float = setting(120.0, "seconds without progress after which a load is given up", gt=0)
+    gateways: int = setting(1, "gateway processes that `up` starts, all on the one port", ge=1, le=64)
+    workers: int = setting(1, "processes of one `llamastead gateway`", ge=1, le=64)
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "what is logged")
+    log_format: Literal["text", "json"] = setting("text", "how it is logged")
+
+    # -- given by the command line or to children only
+    instance_args: Words = setting((), "llama-server options for all instances, as shell words", flag=None)
+    listen_fd: int | None = setting(None, "listening socket handed down by `up`", flag=None, ge=3)
+
+    # -- clocks of the protocol, scaled down by tests
+    heartbeat: float = setting(2.0, "seconds between two heartbeats of a gateway", flag=None, gt=0)
+    suspect_after: float = setting(10.0, "seconds of silence that make a gateway suspect", flag=None, gt=0)
+    swept_after: float = setting(
+        5.0, "further seconds after which a suspect gateway is swept", flag=None, gt=0
+    )
+    linger: float = setting(0.25, "seconds a gateway keeps an unused lease", flag=None, ge=0)
+    leader_ttl: float = setting(10.0, "seconds a leadership lasts unless renewed", flag=None, gt=0)
+    leader_renew: float = setting(3.0, "seconds between two renewals of the leadership", flag=None, gt=0)
+    reread: float = setting(
+        5.0, "seconds after which facts are read again without being told", flag=None, gt=0
+    )
+    admission_timeout: float = setting(
+        5.0, "seconds a new request waits for an absent Redis", flag=None, gt=0
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Say the order: command line, LLAMASTEAD_…, LLAMA_ARG_…."""
+        del dotenv_settings, file_secret_settings
+        return init_settings, env_settings, LlamaServerEnv(settings_cls)
+
+    @field_validator("api_keys", "admin_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        return (
+            tuple(key.strip() for key in value.split(",") if key.strip()) if isinstance(value, str) else value
+        )
+
+    @field_validator("instance_args", mode="before")
+    @classmethod
+    def _split_words(cls, value: Any) -> Any:
+        return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+    @field_validator("models_dir", "models_preset", "api_key_file", "engine", "run_dir", mode="after")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value.expanduser().absolute() if value is not None else None
+
+    @field_validator("unload_after", mode="after")
+    @classmethod
+    def _never(cls, value: float | None) -> float | None:
+        return value if value is not None and value > 0 else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded_redis_url(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("redis_url"):
+            return values
+        run_dir = Path(values.get("run_dir") or default_run_dir()).expanduser().absolute()
+        return {**values, "redis_url": f"unix://{run_dir}/redis/valkey.sock"}
+
+    @property
+    def embedded_redis(self) -> bool:
+        """Whether Redis is the one that `llamastead up` keeps in the run folder."""
+        return self.redis_url == f"unix://{self.run_dir}/redis/valkey.sock"
+
+    def inference_keys(self) -> frozenset[str]:
+        """Return the keys of clients, those of the key file included; SettingsError if it can't be read."""
+        keys = {key.get_secret_value() for key in self.api_keys}
+        if self.api_key_file is not None:
+            try:
+                lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError(f"--api-key-file {self.api_key_file} can't be read: {error}") from None
+            keys |= {line for line in lines if line and not line.startswith("#")}
+        return frozenset(keys)
+
+    def check_socket_paths(self) -> None:
+        """Raise SettingsError when the sockets of instances would not fit below the run folder."""
+        path = os.fsencode(f"{self.run_dir}/i/{self.host_id}-999999-999999/e.sock")
+        if len(path) > SOCKET_PATH_MAX:
+            room = SOCKET_PATH_MAX - len(path) + len(os.fsencode(self.run_dir))
+            raise SettingsError(
+                f"the run folder {self.run_dir} is too long: sockets in it may have {SOCKET_PATH_MAX} bytes, "
+                f"so it may have {room}. Give a shorter --run-dir."
+            )
+
+    def child_env(self) -> dict[str, str]:
+        """Return the variables that give a child process exactly these settings, secrets included."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {
+            f"{ENV_PREFIX}{name}".upper(): _env_text(value)
+            for name, value in values.items()
+            if value not in (None, ())
+        }
+
+
+def _env_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        secret = [part.get_secret_value() for part in value if isinstance(part, SecretStr)]
+        return ",".join(secret) if secret else shlex.join(value)
+    return str(value)
+
+
+def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings from `given` (field → value, from the command line) over the environment.
+
+    Raises SettingsError naming the flag and the variable of the first value that can't be taken.
+    """
+    try:
+        return Settings(**(given or {}))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        raise SettingsError(
+            _explain(str(first["loc"][0]) if first["loc"] else "", first["msg"], given or {})
+        ) from None
+
+
+def flag_of(name: str) -> str | None:
+    """Return the flag of a field, None when it has none."""
+    flag = field_extra(Settings.model_fields[name])["flag"]
+    return f"--{name.replace('_', '-')}" if flag == "" else flag
+
+
+def _explain(name: str, problem: str, given: Mapping[str, Any]) -> str:
+    info = Settings.model_fields.get(name)
+    if info is None:
+        return f"{name or 'settings'}: {problem}"
+    flag, variable, llama = flag_of(name), f"{ENV_PREFIX}{name}".upper(), field_extra(info)["env"]
+    if name in given and flag:
+        place = flag
+    elif variable in os.environ or not llama:
+        place = variable
+    else:
+        place = llama
+    secret = "key" in name or name == "redis_url"
+    value = given.get(name, os.environ.get(place))
+    shown = "" if secret or value is None else f", not {str(value)!r}"
+    return f"{place}: {problem[:1].lower()}{problem[1:]}{shown}"
