@@ -67,8 +67,8 @@ class JsonFormatter(logging.Formatter):
 def setup(level: str, log_format: str, role: str, stream: TextIO | None = None) -> None:
     """Send all logs of this process to `stream` (default: standard error).
 
-    `level` is debug, info, warning or error; `log_format` is text or json. Chatty libraries speak from warning
-    on, unless the level is debug. May be called again.
+    `level` is debug, info, warning or error; `log_format` is text or json. Chatty libraries speak from
+    warning on, unless the level is debug. May be called again.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter(role))
