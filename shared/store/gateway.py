@@ -1,0 +1,236 @@
+"""What a gateway does to the shared state. Every method is one round trip unless it says otherwise."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from redis.asyncio import Redis
+
+from llamastead.shared.store.errors import StoreRefusal
+from llamastead.shared.store.keys import Keys
+from llamastead.shared.store.parse import demands, messages, text_map
+from llamastead.shared.store.records import (
+    Cursors,
+    Demand,
+    Granted,
+    HeartbeatResult,
+    Message,
+    Messages,
+    Waiting,
+)
+from llamastead.shared.store.scripts import Scripts
+from llamastead.shared.words import UseKind
+
+
+class GatewayStore:
+    """The gateways' verbs: register, claim, give back, ask, read.
+
+    Every method raises redis.exceptions.RedisError when Redis is away, and a StoreRefusal where a script says no.
+    Ids of gateways, tickets and leases are made by the caller, unique, and hold neither "," nor ":" nor "+".
+    """
+
+    def __init__(self, redis: Redis, keys: Keys) -> None:
+        self._redis = redis
+        self._keys = keys
+        self._scripts = Scripts(redis)
+        self._released_meanwhile: list[tuple[str, str, str, bool]] | None = None
+
+    async def heartbeat(
+        self,
+        gateway: str,
+        beat: int,
+        info: Mapping[str, str],
+        leases: Mapping[str, str],
+        tickets: Mapping[str, Sequence[str]],
+        minting: Sequence[str],
+    ) -> HeartbeatResult:
+        """Register the gateway, or say that it is still there, and bring Redis in line with what it really holds.
+
+        `beat` grows by one with each call. `leases` (instance → lease id), `tickets` (model → ticket ids) and
+        `minting` (ids of `acquire` calls under way) are everything alive in this process when the call is made:
+        live leases that Redis lost are booked again where the instance exists and is not stopping; leases and tickets
+        of this gateway that are not alive and were booked before its previous beat are removed. `info` is for display.
+        One heartbeat at a time. Does not raise NoHerd: see HeartbeatResult.
+        """
+        self._released_meanwhile = []
+        try:
+            reply = await self._scripts.call(
+                "heartbeat",
+                keys={
+                    "herd": self._keys.herd,
+                    "gateways": self._keys.gateways,
+                    "gateway_info": self._keys.gateway(gateway),
+                    "inbox": self._keys.inbox(gateway),
+                    "queue": self._keys.queue,
+                    "instances": self._keys.instances,
+                    "commands": self._keys.commands,
+                },
+                argv={
+                    "prefix": self._keys.prefix,
+                    "gateway": gateway,
+                    "beat": beat,
+                    "info": json.dumps(dict(info)),
+                    "leases": json.dumps(dict(leases)),
+                    "tickets": json.dumps({model: list(ids) for model, ids in tickets.items()}),
+                    "minting": json.dumps(list(minting)),
+                },
+            )
+        finally:
+            released, self._released_meanwhile = self._released_meanwhile, None
+        # The heartbeat asserts what was held when it was made; what was released in between may have been booked
+        # again by it, so it is released once more (a no-op in the usual order).
+        for instance, owner, lease, used in released or ():
+            await self.release(instance, owner, lease, used)
+        known_before, herd_open, lost, missing, inbox_id = reply
+        return HeartbeatResult(bool(known_before), bool(herd_open), tuple(lost), tuple(missing), inbox_id)
+
+    async def acquire(
+        self,
+        model: str,
+        ticket: str,
+        gateway: str,
+        kind: UseKind,
+        deadline_ms: int,
+        not_instance: str = "",
+        first_arrival_ms: int | None = None,
+        request_id: str = "",
+    ) -> Granted | Waiting:
+        """Claim the model's instance, or stand in the queue for it.
+
+        READY and not `not_instance`: a lease is booked whose id is the ticket's (over an older lease of this gateway
+        there; see `release`). Anything else: the ticket is enrolled and the supervisor told. `deadline_ms` counts
+        from now; what waits longer is failed by the supervisor. `first_arrival_ms` enrols a lost ticket with its old
+        place. Calling again with the same ticket is harmless; a call of unknown outcome is undone by `give_back`.
+        Raises NoHerd, UnknownModel, Unregistered, QueueFull.
+        """
+        reply = await self._scripts.call(
+            "acquire",
+            keys={
+                "herd": self._keys.herd,
+                "gateways": self._keys.gateways,
+                "model_key": self._keys.model(model),
+                "queue": self._keys.queue,
+                "tickets_key": self._keys.tickets(model),
+                "commands": self._keys.commands,
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "model": model,
+                "ticket": ticket,
+                "gateway": gateway,
+                "kind": kind.value,
+                "deadline_ms": deadline_ms,
+                "not_instance": not_instance,
+                "first_arrival_ms": first_arrival_ms or 0,
+                "request_id": request_id,
+            },
+        )
+        if isinstance(reply, int):
+            return Waiting(reply)
+        instance, address, nonce, state_revision = reply
+        return Granted(instance, address, nonce, int(state_revision))
+
+    async def release(self, instance: str, gateway: str, lease: str, used: bool) -> bool:
+        """Give a lease back; True when it was the one booked, False when there was nothing (more) to release.
+
+        `used`: inference ran under it, which moves the time of last use. The last lease gone tells the supervisor.
+        A gateway that was granted two leases on one instance at once (two `acquire` calls, or a grant from the inbox)
+        holds the claim under the later id only and can't know which that is: it releases every id it was given.
+        """
+        if self._released_meanwhile is not None:
+            self._released_meanwhile.append((instance, gateway, lease, used))
+        reply = await self._scripts.call(
+            "release",
+            keys={
+                "leases_key": self._keys.leases(instance),
+                "instance_key": self._keys.instance(instance),
+                "commands": self._keys.commands,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "instance": instance,
+                "gateway": gateway,
+                "lease": lease,
+                "used": int(used),
+            },
+        )
+        return bool(reply)
+
+    async def give_back(self, model: str, ticket: str, gateway: str) -> bool:
+        """Take a ticket out of the queue, or undo what an `acquire` of unknown outcome booked under this id.
+
+        False: neither exists, so the ticket was settled: a message about it is in the inbox (a grant's lease then has
+        an id of its own and must be released). The model's last ticket gone tells the supervisor.
+        """
+        reply = await self._scripts.call(
+            "give_back",
+            keys={
+                "queue": self._keys.queue,
+                "tickets_key": self._keys.tickets(model),
+                "model_key": self._keys.model(model),
+                "commands": self._keys.commands,
+            },
+            argv={"prefix": self._keys.prefix, "model": model, "ticket": ticket, "gateway": gateway},
+        )
+        return bool(reply)
+
+    async def submit(self, verb: str, gateway: str, deadline_ms: int, fields: Mapping[str, str]) -> str:
+        """Ask the supervisor for something and return the command's id; the answer comes through the inbox.
+
+        `deadline_ms` counts from now: read later than that, the command is answered as expired. Raises NoHerd.
+        """
+        reply = await self._scripts.call(
+            "submit",
+            keys={"herd": self._keys.herd, "commands": self._keys.commands},
+            argv={
+                "prefix": self._keys.prefix,
+                "verb": verb,
+                "gateway": gateway,
+                "deadline_ms": deadline_ms,
+                "fields": json.dumps(dict(fields)),
+            },
+        )
+        return str(reply)
+
+    async def leave(self, gateway: str) -> None:
+        """Unregister: its tickets, leases and inbox go, and the supervisor is told what became free."""
+        await self._scripts.call(
+            "leave",
+            keys={
+                "gateways": self._keys.gateways,
+                "queue": self._keys.queue,
+                "instances": self._keys.instances,
+                "commands": self._keys.commands,
+            },
+            argv={"prefix": self._keys.prefix, "gateway": gateway},
+        )
+
+    async def read_herd(self) -> dict[str, str]:
+        """Return the herd's facts (`incarnation`, limits, versions); raises NoHerd where there is none."""
+
+    async def read_models(self) -> dict[str, dict[str, str]]:
+        """Return every model in listing order, name → fields."""
+
+    async def read_model(self, name: str) -> dict[str, str]:
+        """Return the fields of one model (canonical name); raises UnknownModel."""
+
+    async def read_aliases(self) -> dict[str, str]:
+        """Return alias → canonical name."""
+
+    async def read_queue(self) -> dict[str, Demand]:
+        """Return who waits: model → its tickets, the entry that came first standing first."""
+
+    async def read_instances(self) -> dict[str, dict[str, str]]:
+        """Return every instance, oldest first, id → fields; `leases` among them is the number of claims."""
+
+    async def read_gateways(self) -> dict[str, dict[str, str]]:
+        """Return every registered gateway, id → what it says of itself; `beat` among them."""
+
+    async def read_cursors(self, gateway: str) -> Cursors:
+        """Return where to begin reading. Take it before reading facts, so that nothing falls between."""
+
+    async def read_wait(self, gateway: str, inbox_id: str, events_id: str, block_ms: int) -> Messages:
+        """Return what came after the given ids in the gateway's inbox and in `events`, waiting up to `block_ms`.
+
+        0 does not wait. Keep `block_ms` well below the socket time-out. After a time-out read the facts again.
+        """
