@@ -1,0 +1,227 @@
+"""What the core is told. Facts may be late or repeated; news of an instance that is gone is ignored.
+
+The driver reads `Observed` only after it has carried out the actions of the step before, otherwise tickets that were
+just settled would seem to wait again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llamastead.shared.words import EndClass, InstanceState
+
+from .state import Claims, Demand, ModelSpec
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; nothing else happened. A spurious one changes nothing."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All waiting tickets by model and all claims by instance, as one read of the shared state showed them."""
+
+    demands: Mapping[str, Demand] = field(default_factory=dict)
+    claims: Mapping[str, Claims] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RegistryChanged:
+    """The registry, whole. Models that are not in it drain and go; a changed revision only marks what runs."""
+
+    models: Mapping[str, ModelSpec]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record of an instance from before our time, not verified yet: it counts, and nothing else."""
+
+    instance: str
+    model: str
+    revision: str
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """An instance from before our time was verified and is in `state`.
+
+    `ordered` says that its drain or stop was asked for by a person; `end_class` is the class its stop was given.
+    """
+
+    instance: str
+    model: str
+    revision: str
+    state: InstanceState
+    started_at: float
+    ready_at: float | None = None
+    load_time: float = 0.0
+    leases: int = 0
+    last_used: float | None = None
+    ordered: bool = False
+    end_class: EndClass = EndClass.STOPPED
+
+
+@dataclass(frozen=True)
+class RecoveryDone:
+    """Every record was verified, or the deadline passed. `preload`: the herd is new, so load-on-startup applies."""
+
+    preload: bool = True
+
+
+@dataclass(frozen=True)
+class Started:
+    """The engine's process exists."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The engine's state line says loading; `progress` is its value (0..1) if it gave one. A repeated value is none."""
+
+    instance: str
+    progress: float | None = None
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Another sign that a load goes on: its log or its resident memory grew."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class BecameReady:
+    """The engine's state line says ready."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class FellAsleep:
+    """The engine's state line says sleeping."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Unresponsive:
+    """A ready instance did not answer its probes; `reason` says which and how often."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The process is gone, confirmed by its holder or by the kernel.
+
+    `doomed` says that no retry can help until the model's files or options change; `log` are its last lines.
+    """
+
+    instance: str
+    end_class: EndClass
+    reason: str
+    code: int | None = None
+    doomed: bool = False
+    log: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StopFailed:
+    """KILL had no effect within the time allowed; the process still holds what it holds. KILL goes on being tried."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Granted:
+    """Outcome of `Grant` and `Wake`: so many leases were booked for the tickets that waited."""
+
+    instance: str
+    leases: int
+
+
+@dataclass(frozen=True)
+class StopGranted:
+    """Outcome of `TryStop`: nobody can come any more and the holder was told to stop the engine."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class StopRefused:
+    """Outcome of `TryStop`: there are claims, or the instance was not in a state to stop (`claims` 0)."""
+
+    instance: str
+    claims: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Outcome of `TryDrain`: nobody new is let in, `claims` go on."""
+
+    instance: str
+    claims: int
+
+
+@dataclass(frozen=True)
+class DrainRefused:
+    """Outcome of `TryDrain`: the instance was not ready."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Undrained:
+    """Outcome of `TryUndrain`: ready again, with so many leases booked for the tickets that waited."""
+
+    instance: str
+    leases: int
+
+
+@dataclass(frozen=True)
+class UndrainRefused:
+    """Outcome of `TryUndrain`: the instance was not draining."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Slept:
+    """Outcome of `TrySleep`: the shared state says sleeping."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class SleepRefused:
+    """Outcome of `TrySleep`: somebody holds it, so its request will wake the engine; `claims` of them."""
+
+    instance: str
+    claims: int
+
+
+@dataclass(frozen=True)
+class LoadOrdered:
+    """A person asks for a model to be loaded; `command` is answered at once."""
+
+    model: str
+    command: str
+
+
+@dataclass(frozen=True)
+class UnloadOrdered:
+    """A person asks for a model to go; `force` cuts what runs. An `instance` that is not current any more does nothing."""
+
+    model: str
+    command: str
+    force: bool = False
+    instance: str | None = None
+
+
+Event = (
+    Tick | Observed | RegistryChanged | Found | Adopted | RecoveryDone | Started | Loading | Moved | BecameReady
+    | FellAsleep | Unresponsive | Exited | StopFailed | Granted | StopGranted | StopRefused | Drained | DrainRefused
+    | Undrained | UndrainRefused | Slept | SleepRefused | LoadOrdered | UnloadOrdered
+)  # fmt: skip

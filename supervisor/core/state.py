@@ -1,0 +1,192 @@
+"""What the supervisor knows and has decided: plain frozen values, nothing that does I/O.
+
+Times are monotonic seconds of the supervisor (floats), bytes are integers, models and instances are named by their
+ids. Mappings are never changed in place: `step` returns a new `State` that shares what did not change.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from llamastead.shared.errors import ApiError
+from llamastead.shared.words import EndClass, InstanceState
+
+from .reasons import WaitReason
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The limits the scheduler works under.
+
+    `models_max` instances at once (0: no limit); seconds elsewhere. `priority_step` is the head start one priority
+    class is worth, which is what makes waiting outweigh priority in the end. `capacity` is what may be booked per
+    device in bytes; a device that is not named has no limit.
+    """
+
+    models_max: int = 4
+    max_wait: float = 30.0
+    min_residence: float = 2.0
+    queue_timeout: float = 600.0
+    stall_timeout: float = 120.0
+    priority_step: float = 30.0
+    capacity: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the scheduler must know of a registry entry.
+
+    `revision` changes when a started instance would differ; `unload_after` is idle seconds until the process ends
+    (None: never); `max_wait` None means the herd's; `needs` is bytes per device that a start books.
+    """
+
+    name: str
+    revision: str
+    pinned: bool = False
+    load_on_startup: bool = False
+    unload_after: float | None = None
+    priority: int = 0
+    max_wait: float | None = None
+    needs: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Tickets that wait for a model: `first` is the arrival of the oldest, `expired` those past the queue time-out.
+
+    `tickets` counts all of them, the expired ones included.
+    """
+
+    first: float
+    tickets: int
+    expired: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Who holds an instance: `leases` (detached conversations included) and when inference last used it, if ever."""
+
+    leases: int
+    last_used: float | None = None
+
+
+class Ask(StrEnum):
+    """A script whose outcome is not known yet; an instance has at most one, and is left alone until it is in."""
+
+    GRANT = "grant"
+    STOP = "stop"
+    DRAIN = "drain"
+    UNDRAIN = "undrain"
+    SLEEP = "sleep"
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Why an instance is to go.
+
+    `for_model` is the queue entry that gets its room (None: nobody's, or back with the planner); `ordered` says that
+    it goes whether or not that entry lasts (a person's unload, a vanished model); `reason` is the text of a failure
+    that made us end it (a stall, no answers), which then counts as failed.
+    """
+
+    end_class: EndClass
+    for_model: str | None = None
+    ordered: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One llama-server process, from the decision to start it until its confirmed exit.
+
+    `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready; `last_used` is
+    set when the load succeeds and by inference only; `served` says that a ticket or lease was ever held on it;
+    `stale` that the last refusal said nothing that helps, so no script is tried before facts are read again.
+    """
+
+    id: str
+    model: str
+    revision: str
+    state: InstanceState
+    started_at: float
+    moved_at: float
+    needs: Mapping[str, int] = field(default_factory=dict)
+    progress: float | None = None
+    ready_at: float | None = None
+    load_time: float = 0.0
+    last_used: float = 0.0
+    used: bool = False
+    served: bool = False
+    leases: int = 0
+    ask: Ask | None = None
+    leaving: Leaving | None = None
+    stale: bool = False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What went wrong with a model lately.
+
+    `until` is the end of its back-off; `doomed` the remembered error of a start that cannot succeed as things are;
+    `retried` that the one retry of a failed start is used up; `evict_more` that the retry must free one more.
+    """
+
+    revision: str
+    failures: int = 0
+    until: float = 0.0
+    doomed: ApiError | None = None
+    retried: bool = False
+    evict_more: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why an entry waits: `blockers` are the instances in its way, `until` when that ends by itself, if known."""
+
+    reason: WaitReason
+    blockers: tuple[str, ...] = ()
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything the core knows. `prefix` and `next_number` make instance ids, `seed` the jitter of back-offs.
+
+    `orders` holds the arrival of loads that a person or the start-up asked for and that are not ready yet; `waits`
+    the reason each unserved entry waits, computed by the last step.
+    """
+
+    policy: Policy
+    prefix: str
+    seed: str = ""
+    next_number: int = 1
+    recovering: bool = True
+    models: Mapping[str, ModelSpec] = field(default_factory=dict)
+    instances: Mapping[str, Instance] = field(default_factory=dict)
+    demands: Mapping[str, Demand] = field(default_factory=dict)
+    orders: Mapping[str, float] = field(default_factory=dict)
+    troubles: Mapping[str, Trouble] = field(default_factory=dict)
+    waits: Mapping[str, Wait] = field(default_factory=dict)
+
+    def instance_of(self, model: str) -> Instance | None:
+        """Return the instance of a model, the one that serves best if an adoption brought two, or None."""
+        own = [instance for instance in self.instances.values() if instance.model == model]
+        return min(own, key=lambda i: (_SERVES_BEST.get(i.state, len(_SERVES_BEST)), i.id), default=None)
+
+    def put(self, instance: Instance) -> "State":
+        """Return the state with this instance added or replaced."""
+        return replace(self, instances={**self.instances, instance.id: instance})
+
+
+_SERVES_BEST = {
+    state: rank
+    for rank, state in enumerate(
+        (InstanceState.READY, InstanceState.WAKING, InstanceState.SLEEPING, InstanceState.LOADING,
+         InstanceState.STARTING, InstanceState.RECOVERING, InstanceState.DRAINING)
+    )
+}  # fmt: skip
+
+
+def initial(policy: Policy, prefix: str, models: Mapping[str, ModelSpec], seed: str = "") -> State:
+    """Return the state a supervisor starts in: RECOVERING, with the registry read and no instance known."""
+    return State(policy=policy, prefix=prefix, models=dict(models), seed=seed)
