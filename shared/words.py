@@ -1,5 +1,6 @@
-"""The words of the product: states, ends and kinds, spelled alike in code, Redis, API, logs, metrics and docs."""
+"""The words of the product, spelled alike in code, Redis, API, logs, metrics and docs."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -30,6 +31,22 @@ class WireStatus(StrEnum):
     DOWNLOADED = "downloaded"
 
 
+WIRE_STATUS: Mapping[InstanceState, WireStatus] = {
+    InstanceState.RECOVERING: WireStatus.LOADING,
+    InstanceState.STARTING: WireStatus.LOADING,
+    InstanceState.LOADING: WireStatus.LOADING,
+    InstanceState.READY: WireStatus.LOADED,
+    InstanceState.DRAINING: WireStatus.LOADED,
+    InstanceState.SLEEPING: WireStatus.SLEEPING,
+    InstanceState.WAKING: WireStatus.LOADING,
+    InstanceState.STOPPING: WireStatus.LOADED,
+    InstanceState.STOPPED: WireStatus.UNLOADED,
+    InstanceState.FAILED: WireStatus.UNLOADED,
+    InstanceState.STOP_FAILED: WireStatus.LOADED,
+}
+"""What a model is called on the wire while its instance is in a state: not gone means loaded."""
+
+
 class EndClass(StrEnum):
     """Why an instance ended."""
 
@@ -45,7 +62,7 @@ class EndClass(StrEnum):
 
 
 class UseKind(StrEnum):
-    """What a request is to the scheduler: inference counts as use, a read only keeps the instance from being cut."""
+    """What a request is to the scheduler: inference counts as use, a read only protects from being cut."""
 
     INFERENCE = "inference"
     READ = "read"
