@@ -1,13 +1,12 @@
-"""What the core wants done, in order. Each `Try…`, `Grant` and `Wake` is answered by exactly one outcome event,
-unless the instance ends first; until then the core leaves that instance alone.
+"""What the core wants done, in order. Each `Try…`, `Grant` and `Wake` is answered by exactly one outcome
+event, unless the instance ends first; until then the core leaves that instance alone.
 """
 
 from dataclasses import dataclass
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState
-
-from .reasons import Verdict
+from llamastead.supervisor.core.reasons import Verdict
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Grant:
 
 @dataclass(frozen=True)
 class Wake:
-    """Run the `wake` script: WAKING in the shared state, waiting tickets turned into leases, whose requests then wake
-    the engine. Answer: Granted (0: it sleeps on).
+    """Run the `wake` script: WAKING in the shared state, waiting tickets turned into leases, whose requests
+    then wake the engine. Answer: Granted (0: it sleeps on).
     """
 
     instance: str
@@ -71,7 +70,9 @@ class TrySleep:
 
 @dataclass(frozen=True)
 class AbortLoad:
-    """Write STOPPING and have the holder end an engine that still loads. `reason` is set when that is a failure."""
+    """Write STOPPING and have the holder end an engine that still loads. `reason` is set when that is a
+    failure.
+    """
 
     instance: str
     end_class: EndClass
@@ -81,7 +82,9 @@ class AbortLoad:
 
 @dataclass(frozen=True)
 class ForceStop:
-    """Write STOPPING and have the holder end the engine now, whoever is cut. `reason` is set when that is a failure."""
+    """Write STOPPING and have the holder end the engine now, whoever is cut. `reason` is set when that is a
+    failure.
+    """
 
     instance: str
     end_class: EndClass
@@ -129,13 +132,26 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Decide:
-    """Record a decision that was taken: to make room for `model`, with every candidate and the filter that spared it."""
+    """Record a decision that was taken: to make room for `model`, with every candidate and the filter that
+    spared it.
+    """
 
     model: str
     weighed: tuple[Weighed, ...]
 
 
 Action = (
-    Start | Grant | Wake | TryStop | TryDrain | TryUndrain | TrySleep | AbortLoad | ForceStop | FailTickets | Answer
-    | Ended | Decide
-)  # fmt: skip
+    Start
+    | Grant
+    | Wake
+    | TryStop
+    | TryDrain
+    | TryUndrain
+    | TrySleep
+    | AbortLoad
+    | ForceStop
+    | FailTickets
+    | Answer
+    | Ended
+    | Decide
+)

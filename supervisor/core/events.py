@@ -1,15 +1,14 @@
 """What the core is told. Facts may be late or repeated; news of an instance that is gone is ignored.
 
-The driver reads `Observed` only after it has carried out the actions of the step before, otherwise tickets that were
-just settled would seem to wait again.
+The driver reads `Observed` only after it has carried out the actions of the step before, otherwise tickets
+that were just settled would seem to wait again.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llamastead.shared.words import EndClass, InstanceState
-
-from .state import Claims, Demand, ModelSpec
+from llamastead.supervisor.core.state import Claims, Demand, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Found:
 class Adopted:
     """An instance from before our time was verified and is in `state`.
 
-    `ordered` says that its drain or stop was asked for by a person; `end_class` is the class its stop was given.
+    `ordered` says that its drain or stop was asked for by a person; `end_class` is the class its stop was
+    given.
     """
 
     instance: str
@@ -63,7 +63,9 @@ class Adopted:
 
 @dataclass(frozen=True)
 class RecoveryDone:
-    """Every record was verified, or the deadline passed. `preload`: the herd is new, so load-on-startup applies."""
+    """Every record was verified, or the deadline passed. `preload`: the herd is new, so load-on-startup
+    applies.
+    """
 
     preload: bool = True
 
@@ -77,7 +79,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Loading:
-    """The engine's state line says loading; `progress` is its value (0..1) if it gave one. A repeated value is none."""
+    """The engine's state line says loading; `progress` is its value (0..1) if it gave one. A repeated value
+    is none.
+    """
 
     instance: str
     progress: float | None = None
@@ -129,7 +133,9 @@ class Exited:
 
 @dataclass(frozen=True)
 class StopFailed:
-    """KILL had no effect within the time allowed; the process still holds what it holds. KILL goes on being tried."""
+    """KILL had no effect within the time allowed; the process still holds what it holds. KILL goes on being
+    tried.
+    """
 
     instance: str
 
@@ -212,7 +218,9 @@ class LoadOrdered:
 
 @dataclass(frozen=True)
 class UnloadOrdered:
-    """A person asks for a model to go; `force` cuts what runs. An `instance` that is not current any more does nothing."""
+    """A person asks for a model to go; `force` cuts what runs. An `instance` that is not current any more
+    does nothing.
+    """
 
     model: str
     command: str
@@ -221,7 +229,29 @@ class UnloadOrdered:
 
 
 Event = (
-    Tick | Observed | RegistryChanged | Found | Adopted | RecoveryDone | Started | Loading | Moved | BecameReady
-    | FellAsleep | Unresponsive | Exited | StopFailed | Granted | StopGranted | StopRefused | Drained | DrainRefused
-    | Undrained | UndrainRefused | Slept | SleepRefused | LoadOrdered | UnloadOrdered
-)  # fmt: skip
+    Tick
+    | Observed
+    | RegistryChanged
+    | Found
+    | Adopted
+    | RecoveryDone
+    | Started
+    | Loading
+    | Moved
+    | BecameReady
+    | FellAsleep
+    | Unresponsive
+    | Exited
+    | StopFailed
+    | Granted
+    | StopGranted
+    | StopRefused
+    | Drained
+    | DrainRefused
+    | Undrained
+    | UndrainRefused
+    | Slept
+    | SleepRefused
+    | LoadOrdered
+    | UnloadOrdered
+)

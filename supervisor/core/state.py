@@ -1,7 +1,7 @@
 """What the supervisor knows and has decided: plain frozen values, nothing that does I/O.
 
-Times are monotonic seconds of the supervisor (floats), bytes are integers, models and instances are named by their
-ids. Mappings are never changed in place: `step` returns a new `State` that shares what did not change.
+Times are monotonic seconds of the supervisor (floats), bytes are integers, models and instances are named by
+their ids. Mappings are never changed in place: `step` returns a new `State` that shares what did not change.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,16 @@ from enum import StrEnum
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState
-
-from .reasons import WaitReason
+from llamastead.supervisor.core.reasons import WaitReason
 
 
 @dataclass(frozen=True)
 class Policy:
     """The limits the scheduler works under.
 
-    `models_max` instances at once (0: no limit); seconds elsewhere. `priority_step` is the head start one priority
-    class is worth, which is what makes waiting outweigh priority in the end. `capacity` is what may be booked per
-    device in bytes; a device that is not named has no limit.
+    `models_max` instances at once (0: no limit); seconds elsewhere. `priority_step` is the head start one
+    priority class is worth, which is what makes waiting outweigh priority in the end. `capacity` is what may
+    be booked per device in bytes; a device that is not named has no limit.
     """
 
     models_max: int = 4
@@ -36,8 +35,8 @@ class Policy:
 class ModelSpec:
     """What the scheduler must know of a registry entry.
 
-    `revision` changes when a started instance would differ; `unload_after` is idle seconds until the process ends
-    (None: never); `max_wait` None means the herd's; `needs` is bytes per device that a start books.
+    `revision` changes when a started instance would differ; `unload_after` is idle seconds until the process
+    ends (None: never); `max_wait` None means the herd's; `needs` is bytes per device that a start books.
     """
 
     name: str
@@ -52,7 +51,8 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Demand:
-    """Tickets that wait for a model: `first` is the arrival of the oldest, `expired` those past the queue time-out.
+    """Tickets that wait for a model: `first` is the arrival of the oldest, `expired` those past the queue
+    time-out.
 
     `tickets` counts all of them, the expired ones included.
     """
@@ -64,7 +64,9 @@ class Demand:
 
 @dataclass(frozen=True)
 class Claims:
-    """Who holds an instance: `leases` (detached conversations included) and when inference last used it, if ever."""
+    """Who holds an instance: `leases` (detached conversations included) and when inference last used it, if
+    ever.
+    """
 
     leases: int
     last_used: float | None = None
@@ -84,9 +86,9 @@ class Ask(StrEnum):
 class Leaving:
     """Why an instance is to go.
 
-    `for_model` is the queue entry that gets its room (None: nobody's, or back with the planner); `ordered` says that
-    it goes whether or not that entry lasts (a person's unload, a vanished model); `reason` is the text of a failure
-    that made us end it (a stall, no answers), which then counts as failed.
+    `for_model` is the queue entry that gets its room (None: nobody's, or back with the planner); `ordered`
+    says that it goes whether or not that entry lasts (a person's unload, a vanished model); `reason` is the
+    text of a failure that made us end it (a stall, no answers), which then counts as failed.
     """
 
     end_class: EndClass
@@ -99,9 +101,10 @@ class Leaving:
 class Instance:
     """One llama-server process, from the decision to start it until its confirmed exit.
 
-    `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready; `last_used` is
-    set when the load succeeds and by inference only; `served` says that a ticket or lease was ever held on it;
-    `stale` that the last refusal said nothing that helps, so no script is tried before facts are read again.
+    `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready;
+    `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease was
+    ever held on it; `stale` that the last refusal said nothing that helps, so no script is tried before facts
+    are read again.
     """
 
     id: str
@@ -127,8 +130,9 @@ class Instance:
 class Trouble:
     """What went wrong with a model lately.
 
-    `until` is the end of its back-off; `doomed` the remembered error of a start that cannot succeed as things are;
-    `retried` that the one retry of a failed start is used up; `evict_more` that the retry must free one more.
+    `until` is the end of its back-off; `doomed` the remembered error of a start that cannot succeed as things
+    are; `retried` that the one retry of a failed start is used up; `evict_more` that the retry must free one
+    more.
     """
 
     revision: str
@@ -141,7 +145,9 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Wait:
-    """Why an entry waits: `blockers` are the instances in its way, `until` when that ends by itself, if known."""
+    """Why an entry waits: `blockers` are the instances in its way, `until` when that ends by itself, if
+    known.
+    """
 
     reason: WaitReason
     blockers: tuple[str, ...] = ()
@@ -150,10 +156,11 @@ class Wait:
 
 @dataclass(frozen=True)
 class State:
-    """Everything the core knows. `prefix` and `next_number` make instance ids, `seed` the jitter of back-offs.
+    """Everything the core knows. `prefix` and `next_number` make instance ids, `seed` the jitter of
+    back-offs.
 
-    `orders` holds the arrival of loads that a person or the start-up asked for and that are not ready yet; `waits`
-    the reason each unserved entry waits, computed by the last step.
+    `orders` holds the arrival of loads that a person or the start-up asked for and that are not ready yet;
+    `waits` the reason each unserved entry waits, computed by the last step.
     """
 
     policy: Policy
