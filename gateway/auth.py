@@ -12,8 +12,11 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of this gateway. Without inference keys inference is open; without admin keys, the inference keys
-    (or, without those either, nobody's key) do for management."""
+    """The keys of this gateway.
+
+    Without inference keys inference is open; without admin keys the inference keys do for management; without any,
+    everything is open.
+    """
 
     inference: tuple[str, ...] = ()
     admin: tuple[str, ...] = ()
@@ -29,12 +32,14 @@ class Keys:
         if _among(given, self.admin) or (known and (access is Access.INFERENCE or not self.admin)):
             return
         if known:
-            raise ApiError(403, "This route needs an admin key (--admin-key); the key given is for inference only")
+            raise ApiError(
+                403, "This route needs an admin key (--admin-key); the key given is for inference only"
+            )
         raise ApiError(401, "Invalid API Key")
 
 
 def _given_key(headers: Headers) -> str:
-    """Return the key a request carries: `Authorization: Bearer KEY` or bare, else `X-Api-Key`; empty without one."""
+    """Return the key of a request: `Authorization: Bearer KEY` or bare, else `X-Api-Key`; empty without one."""
     fallback = ""
     for name, value in headers:
         if name == b"authorization":

@@ -37,9 +37,9 @@ class Serves(StrEnum):
 class Route:
     """What one method and path mean.
 
-    A path that ends in `/*` stands for itself followed by one more, possibly slashed, part. `may_load`: a model that
-    is not loaded is loaded for it without being asked (a GET loads only with `?autoload=true`). `use` is None where
-    no model is involved.
+    A path that ends in `/*` stands for itself followed by one more, possibly slashed, part. `may_load`: a model
+    that is not loaded is loaded for it without being asked (a GET loads only with `?autoload=true`). `use` is None
+    where no model is involved.
     """
 
     method: str
@@ -60,7 +60,7 @@ def _inference(path: str) -> Route:
 
 
 def _control(path: str) -> Route:
-    """A POST that sets or asks something of an instance: it loads like any POST, but using it is not using the model."""
+    """A POST that sets something of an instance: it loads like any POST, but is no use of the model."""
     return Route("POST", path, Serves.PROXY, Access.INFERENCE, True, True, UseKind.READ)
 
 
