@@ -11,7 +11,9 @@ from llamastead.supervisor.core.reasons import Verdict
 
 @dataclass(frozen=True)
 class Start:
-    """Start an engine for a model, under this new instance id. Answered by Started…, BecameReady or Exited."""
+    """Start an engine for a model, under this new instance id. Answered by Started…, BecameReady or
+    Exited.
+    """
 
     instance: str
     model: str
@@ -20,7 +22,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Grant:
-    """Run the `ready` script: READY in the shared state, waiting tickets turned into leases. Answer: Granted."""
+    """Run the `ready` script: READY in the shared state, waiting tickets turned into leases. Answer:
+    Granted.
+    """
 
     instance: str
     model: str
@@ -93,7 +97,9 @@ class ForceStop:
 
 @dataclass(frozen=True)
 class FailTickets:
-    """Settle tickets of a model with an error: those named, or all that wait (None). Harmless when none do."""
+    """Settle tickets of a model with an error: those named, or all that wait (None). Harmless when none
+    do.
+    """
 
     model: str
     error: ApiError

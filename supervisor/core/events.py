@@ -18,7 +18,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class Observed:
-    """All waiting tickets by model and all claims by instance, as one read of the shared state showed them."""
+    """All waiting tickets by model and all claims by instance, as one read of the shared state showed
+    them.
+    """
 
     demands: Mapping[str, Demand] = field(default_factory=dict)
     claims: Mapping[str, Claims] = field(default_factory=dict)
@@ -26,7 +28,9 @@ class Observed:
 
 @dataclass(frozen=True)
 class RegistryChanged:
-    """The registry, whole. Models that are not in it drain and go; a changed revision only marks what runs."""
+    """The registry, whole. Models that are not in it drain and go; a changed revision only marks what
+    runs.
+    """
 
     models: Mapping[str, ModelSpec]
 

@@ -73,7 +73,9 @@ class Claims:
 
 
 class Ask(StrEnum):
-    """A script whose outcome is not known yet; an instance has at most one, and is left alone until it is in."""
+    """A script whose outcome is not known yet; an instance has at most one, and is left alone until it is
+    in.
+    """
 
     GRANT = "grant"
     STOP = "stop"
