@@ -36,7 +36,7 @@ def setting(
     metavar: str | None = None,
     **rules: Any,
 ) -> Any:
-    """Declare a field: help `text`, `flag` ("" = from the field's name, None = none), llama-server's `env`."""
+    """Declare a field: help `text`, `flag` ("" = the name itself, None = none) and llama-server's `env`."""
     extra: JsonDict = {"flag": flag, "env": env, "metavar": metavar}
     if callable(default):
         return Field(default_factory=default, description=text, json_schema_extra=extra, **rules)
