@@ -14,8 +14,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 class Keys:
     """The keys of this gateway.
 
-    Without inference keys inference is open; without admin keys the inference keys do for management; without any,
-    everything is open.
+    Without inference keys inference is open; without admin keys the inference keys do for management;
+    without any, everything is open.
     """
 
     inference: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Keys:
 
 
 def _given_key(headers: Headers) -> str:
-    """Return the key of a request: `Authorization: Bearer KEY` or bare, else `X-Api-Key`; empty without one."""
+    """Return the key a request carries: `Authorization: Bearer KEY` or bare, else `X-Api-Key`, else empty."""
     fallback = ""
     for name, value in headers:
         if name == b"authorization":

@@ -37,9 +37,9 @@ class Serves(StrEnum):
 class Route:
     """What one method and path mean.
 
-    A path that ends in `/*` stands for itself followed by one more, possibly slashed, part. `may_load`: a model
-    that is not loaded is loaded for it without being asked (a GET loads only with `?autoload=true`). `use` is None
-    where no model is involved.
+    A path that ends in `/*` stands for itself followed by one more, possibly slashed, part. `may_load`: a
+    model that is not loaded is loaded for it (a GET loads only with `?autoload=true`). `use` is None where no
+    model is involved.
     """
 
     method: str
