@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 TRUE = frozenset({"on", "enabled", "true", "1"})
 FALSE = frozenset({"off", "disabled", "false", "0"})
@@ -41,7 +42,7 @@ class Option:
 
     def value_of_key(self, key: str, value: str) -> str:
         """Return what the preset line `key = value` sets this option to; a negation turns it round."""
-        if any(key == name.lstrip("-") for name in self.negations):
+        if self.negations and key in (_negated(self.env), *(name.lstrip("-") for name in self.negations)):
             return "false" if value in TRUE else "true"
         return value
 
@@ -62,21 +63,23 @@ class OptionTable:
     """All options of an engine, found by any of their names."""
 
     options: tuple[Option, ...]
-    _by_word: Mapping[str, Option] = field(init=False, repr=False, compare=False)
-    _by_key: Mapping[str, Option] = field(init=False, repr=False, compare=False)
-    _by_env: Mapping[str, Option] = field(init=False, repr=False, compare=False)
-    _by_canonical: Mapping[str, Option] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        words = {word: option for option in self.options for word in (*option.names, *option.negations)}
-        environment = {option.env: option for option in self.options if option.env}
+    @cached_property
+    def _by_word(self) -> Mapping[str, Option]:
+        return {word: option for option in self.options for word in (*option.names, *option.negations)}
+
+    @cached_property
+    def _by_variable(self) -> dict[str, Option]:
         negated = {_negated(option.env): option for option in self.options if option.env and option.negations}
-        object.__setattr__(self, "_by_word", words)
-        object.__setattr__(
-            self, "_by_key", {word.lstrip("-"): option for word, option in words.items()} | environment
-        )
-        object.__setattr__(self, "_by_env", negated | environment)
-        object.__setattr__(self, "_by_canonical", {option.canonical: option for option in self.options})
+        return negated | {option.env: option for option in self.options if option.env}
+
+    @cached_property
+    def _by_key(self) -> Mapping[str, Option]:
+        return {word.lstrip("-"): option for word, option in self._by_word.items()} | self._by_variable
+
+    @cached_property
+    def _by_canonical(self) -> Mapping[str, Option]:
+        return {option.canonical: option for option in self.options}
 
     def __contains__(self, canonical: object) -> bool:
         return canonical in self._by_canonical
@@ -84,18 +87,17 @@ class OptionTable:
     def __getitem__(self, canonical: str) -> Option:
         return self._by_canonical[canonical]
 
-    def canonical(self, key: str) -> str:
-        """Return the canonical name of a preset key (long, short or environment name). Raises OptionError."""
-        option = self._by_key.get(key)
-        if option is None:
-            raise OptionError(f"option '{key}' not recognized{self._suggest(key, self._by_key)}")
-        if option.arity > 1:
-            raise OptionError(f"option '{key}' takes {option.arity} values and can't stand in a preset")
-        return option.canonical
+    def of_key(self, key: str) -> Option | None:
+        """Return the option that a preset key names: a long or short name without dashes, or its variable."""
+        return self._by_key.get(key)
+
+    def nearest_key(self, key: str, others: Iterable[str] = ()) -> str:
+        """Return the known preset key, or one of `others`, that looks most like `key`, or ""."""
+        return _nearest(key.lower().replace("_", "-"), [*self._by_key, *others])
 
     def of_variable(self, name: str) -> Option | None:
         """Return the option that an environment variable sets (`LLAMA_ARG_…`, its negation included)."""
-        return self._by_env.get(name)
+        return self._by_variable.get(name)
 
     def ordered(self, options: Mapping[str, str]) -> list[tuple[Option, str]]:
         """Return canonical options with their values in llama-server's order."""
@@ -132,12 +134,8 @@ class OptionTable:
         name, equals, value = word.partition("=")
         if equals and name in self._by_word:
             return f"argument {word} not recognized: write name and value as two words, {name} {value}"
-        return f"argument {word} not recognized by llama-server{self._suggest(word, self._by_word)}"
-
-    @staticmethod
-    def _suggest(word: str, known: Mapping[str, Option]) -> str:
-        near = difflib.get_close_matches(word, known, n=1)
-        return f"; did you mean '{near[0]}'?" if near else ""
+        near = _nearest(word, self._by_word)
+        return f"argument {word} not recognized by llama-server" + (f"; did you mean {near}?" if near else "")
 
 
 def parse_help(text: str) -> OptionTable:
@@ -179,6 +177,10 @@ def _count_positive(names: list[str]) -> int:
         if names[index].startswith("--no-") or not names[index].startswith("--"):
             return index
     return len(names)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(word, known, n=1)), "")
 
 
 def _negated(env: str) -> str:

@@ -1,0 +1,39 @@
+"""Engine options that aren't a preset's to set, each with the reason that is shown when it is ignored."""
+
+from collections.abc import Mapping
+
+_LISTEN = "instances listen where Llamastead says, with keys of their own"
+_OF_THE_HERD = "it belongs on Llamastead's own command line"
+_ONE_FILE = "all instances would write to one file; Llamastead keeps a log per model"
+
+# Never reach an instance, whoever says them: options of the listening side and of the router itself.
+RESERVED: Mapping[str, str] = {
+    "host": _LISTEN,
+    "port": _LISTEN,
+    "api-prefix": _LISTEN,
+    "api-key": _LISTEN,
+    "api-key-file": _LISTEN,
+    "ssl-key-file": _LISTEN,
+    "ssl-cert-file": _LISTEN,
+    "models-dir": _OF_THE_HERD,
+    "models-preset": _OF_THE_HERD,
+    "models-max": _OF_THE_HERD,
+    "models-memory-margin": _OF_THE_HERD,
+    "models-autoload": _OF_THE_HERD,
+}
+
+# Choose a model: on the command line or in the environment they would give every instance the same one.
+SELECTS_MODEL = frozenset({"model", "model-url", "hf-repo", "hf-file", "docker-repo"})
+
+# Make no sense for all instances at once.
+NOT_FOR_ALL: Mapping[str, str] = {
+    "alias": "a name can only belong to one model",
+    "mmproj": "a projector belongs to one model",
+    "mmproj-url": "a projector belongs to one model",
+    "log-file": _ONE_FILE,
+}
+
+
+def is_for_instances(canonical: str) -> bool:
+    """Whether an environment variable of this option may reach instances."""
+    return canonical not in RESERVED and canonical not in NOT_FOR_ALL and canonical not in SELECTS_MODEL
