@@ -1,8 +1,8 @@
 """Admission: every request gets a claim on an instance, at once or after a wait in the queue, or an ApiError.
 
-A request whose model this process holds a lease on is let in without a word to Redis. All others stand in a
-line per model. One task per line asks Redis for one ticket after the other, so that this process never has two
-`acquire` calls for one model under way; requests only wait, and a cancelled one never cuts a call to Redis.
+A request whose model this process holds a lease on is let in without a word to Redis. All others stand in
+a line per model. One task per line asks Redis for one ticket after the other, so that this process never has
+two `acquire` calls for one model under way; requests only wait, and a cancelled one never cuts such a call.
 """
 
 import asyncio

@@ -198,5 +198,5 @@ class Leases:
 
 
 def number_of(ticket: str) -> int:
-    """Return the running number at the end of a ticket id (`<gateway>.<number>`)."""
-    return int(ticket.rpartition(".")[2])
+    """Return the running number in the id of a ticket (`<gateway>.<number>`) or of a grant's lease (a `+` behind)."""
+    return int(ticket.rpartition(".")[2].rstrip("+"))

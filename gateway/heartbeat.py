@@ -1,0 +1,64 @@
+"""The heartbeat: says that this gateway is there and what it holds, and hears what got lost."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from redis.exceptions import RedisError
+
+from llamastead.gateway.admission import Admission
+from llamastead.shared.store.errors import StoreError
+from llamastead.shared.store.gateway import GatewayStore
+
+log = logging.getLogger(__name__)
+
+
+class Heartbeat:
+    """Registers this gateway in Redis and renews that."""
+
+    def __init__(
+        self, store: GatewayStore, gateway: str, about: Mapping[str, str], interval_s: float
+    ) -> None:
+        """`about` is shown to operators: pid, host, address."""
+        self.reached_redis = False
+        self.failing = True
+        self.herd_open = False
+        self._store = store
+        self._gateway = gateway
+        self._about = about
+        self._interval_s = interval_s
+        self._beat = 0
+        self._one_at_a_time = asyncio.Lock()
+
+    async def beat(self, admission: Admission) -> None:
+        """Send one heartbeat now. Raises RedisError, StoreError or OSError when Redis is away."""
+        async with self._one_at_a_time:
+            self._beat += 1
+            now = {"in_flight": str(admission.leases.in_flight()), "waiting": str(admission.waiting())}
+            result = await self._store.heartbeat(
+                self._gateway,
+                self._beat,
+                {**self._about, **now},
+                admission.leases.ids(),
+                admission.tickets(),
+                admission.minting(),
+            )
+            self.herd_open = result.herd_open
+            admission.on_heartbeat(result)
+        if not result.known_before:
+            log.info("registered", extra={"gateway": self._gateway})
+
+    async def run(self, admission: Admission) -> None:
+        """Beat until cancelled."""
+        while True:
+            try:
+                await self.beat(admission)
+            except (RedisError, StoreError, OSError) as problem:
+                if not self.failing or not self.reached_redis:
+                    log.warning("Redis is away: new requests wait", extra={"problem": str(problem)})
+                self.failing = True
+            else:
+                if self.failing and self.reached_redis:
+                    log.info("Redis is back")
+                self.failing, self.reached_redis = False, True
+            await asyncio.sleep(self._interval_s)
