@@ -32,8 +32,8 @@ def shard_files(path: Path) -> list[Path]:
 def scan_models_dir(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
     """Return the models in `folder`: its GGUF files, and one for each of its sub-folders.
 
-    Names are llama-server's: the file's without `.gguf`, the sub-folder's. A sub-folder with several models,
-    none named like it, gives one named `folder/file` for each. Raises RegistryError when the folder can't be read.
+    Names are llama-server's: the file's without `.gguf`, the sub-folder's. Of several models in a sub-folder,
+    none named like it, each is named `folder/file`. Raises RegistryError when the folder can't be read.
     """
     try:
         children = sorted(folder.iterdir())

@@ -90,9 +90,11 @@ def read_value(raw: str) -> tuple[str, str]:
         comment = _COMMENT.search(text)
         text = text[: comment.start()].rstrip(" \t") if comment else text
         value = _unquoted(text)
-    engine_value = _ENGINE_COMMENT.split(raw, maxsplit=1)[0].strip(" \t")
-    note = "" if engine_value == value else f"read as {value!r}; llama-server reads {engine_value!r}"
-    return value, note
+    if _ENGINE_COMMENT.split(raw, maxsplit=1)[0].strip(" \t") == value:
+        return value, ""
+    if _ENGINE_COMMENT.search(value):
+        return value, "the value goes on after its `;` or `#`; llama-server ends it there"
+    return value, "the quotes around the value are removed; llama-server keeps them"
 
 
 def _quoted(text: str) -> str:

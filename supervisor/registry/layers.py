@@ -119,8 +119,8 @@ class _SectionReport:
 
 
 def _read_section(section: Section, layer: Layer, report: _SectionReport, table: OptionTable) -> None:
-    # Of an option's several names llama-server takes the last in byte order, not in the file's order.
-    for setting in sorted(section.settings, key=lambda setting: setting.key.encode()):
+    said: dict[str, str] = {}
+    for setting in section.settings:
         if setting.key == "version":
             continue
         if setting.key in keys.ROUTER_KEYS:
@@ -133,10 +133,13 @@ def _read_section(section: Section, layer: Layer, report: _SectionReport, table:
             except ValueError as error:
                 report.fail(setting, f"{setting.key} = {setting.value}: {error}")
         else:
-            _read_option(setting, layer, report, table)
+            _read_option(setting, layer, report, table, said)
 
 
-def _read_option(setting: Setting, layer: Layer, report: _SectionReport, table: OptionTable) -> None:
+def _read_option(
+    setting: Setting, layer: Layer, report: _SectionReport, table: OptionTable, said: dict[str, str]
+) -> None:
+    """Take an engine option into `layer`; `said` remembers by which of its names it was set."""
     option = table.of_key(setting.key)
     if option is None:
         near = table.nearest_key(setting.key, (*keys.OWN_KEYS, *keys.ROUTER_KEYS))
@@ -156,7 +159,10 @@ def _read_option(setting: Setting, layer: Layer, report: _SectionReport, table: 
         report.warn(
             setting, f"{setting.key} = {setting.value}: neither true nor false; read as llama-server reads it"
         )
-    layer.options[option.canonical] = option.value_of_key(setting.key, setting.value)
+    # Of an option's several names llama-server takes the last in byte order, not in the file's order.
+    if setting.key >= said.get(option.canonical, ""):
+        said[option.canonical] = setting.key
+        layer.options[option.canonical] = option.value_of_key(setting.key, setting.value)
 
 
 def _without(

@@ -109,9 +109,8 @@ def _collect_aliases(entries: Mapping[str, ModelEntry], places: Mapping[str, str
         for alias in entry.aliases:
             owner = alias if alias in entries else aliases.setdefault(alias, name)
             if owner != name:
-                errors.append(
-                    f"{places[name]}: alias '{alias}' of [{name}] is a name of [{owner}] too ({places[owner]})"
-                )
+                claim = f"alias '{alias}' of [{name}] is a name of [{owner}] too ({places[owner]})"
+                errors.append(f"{places[name]}: {claim}")
     if errors:
         raise RegistryError("\n".join(errors))
     return aliases

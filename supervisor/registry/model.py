@@ -4,11 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 
 from llamastead.shared.words import Source
-
-EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class RegistryError(Exception):
@@ -65,7 +62,7 @@ class ModelEntry:
     mmproj: Path | None = None
     files: tuple[Path, ...] = ()
     revision: str = ""
-    router_keys: Mapping[str, str] = field(default=EMPTY)
+    router_keys: Mapping[str, str] = field(default_factory=dict)
     load_on_startup: bool = False
     dedup_cache_models: bool = False
     stop_timeout: float | None = None
@@ -76,7 +73,7 @@ class ModelEntry:
     max_wait: float | None = None
     memory_max: int | None = None
     engine: Path | None = None
-    env: Mapping[str, str] = field(default=EMPTY)
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sleeps(self) -> bool:
