@@ -1,19 +1,19 @@
 """What a gateway does to the shared state. Every method is one round trip unless it says otherwise."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from redis.asyncio import Redis
 
-from llamastead.shared.store.errors import StoreRefusal
+from llamastead.shared.store.errors import Code, refusal
 from llamastead.shared.store.keys import Keys
-from llamastead.shared.store.parse import demands, messages, text_map
+from llamastead.shared.store.parse import demands, lease_id, messages
 from llamastead.shared.store.records import (
     Cursors,
     Demand,
     Granted,
     HeartbeatResult,
-    Message,
     Messages,
     Waiting,
 )
@@ -166,7 +166,6 @@ class GatewayStore:
             "give_back",
             keys={
                 "queue": self._keys.queue,
-                "tickets_key": self._keys.tickets(model),
                 "model_key": self._keys.model(model),
                 "commands": self._keys.commands,
             },
@@ -207,30 +206,71 @@ class GatewayStore:
 
     async def read_herd(self) -> dict[str, str]:
         """Return the herd's facts (`incarnation`, limits, versions); raises NoHerd where there is none."""
+        herd = await self._hash(self._keys.herd)
+        if not herd:
+            raise refusal(Code.NO_HERD, [])
+        return herd
 
     async def read_models(self) -> dict[str, dict[str, str]]:
-        """Return every model in listing order, name → fields."""
+        """Return every model in listing order, name → fields; two round trips."""
+        return await self._hashes(self._keys.models, self._keys.model)
 
     async def read_model(self, name: str) -> dict[str, str]:
         """Return the fields of one model (canonical name); raises UnknownModel."""
+        model = await self._hash(self._keys.model(name))
+        if not model or model.get("removed") == "1":
+            raise refusal(Code.UNKNOWN_MODEL, [])
+        return model
 
     async def read_aliases(self) -> dict[str, str]:
         """Return alias → canonical name."""
+        return await self._hash(self._keys.aliases)
 
     async def read_queue(self) -> dict[str, Demand]:
         """Return who waits: model → its tickets, the entry that came first standing first."""
+        now_ms, entries = await self._scripts.call(
+            "read_queue", keys={"queue": self._keys.queue}, argv={"prefix": self._keys.prefix}
+        )
+        return demands(now_ms, entries)
 
     async def read_instances(self) -> dict[str, dict[str, str]]:
-        """Return every instance, oldest first, id → fields; `leases` among them is the number of claims."""
+        """Return every instance, oldest first, id → fields; two round trips."""
+        return await self._hashes(self._keys.instances, self._keys.instance)
+
+    async def read_leases(self, instance: str) -> dict[str, str]:
+        """Return who holds an instance, gateway → lease id."""
+        leases = await self._hash(self._keys.leases(instance))
+        return {gateway: lease_id(value) for gateway, value in leases.items()}
 
     async def read_gateways(self) -> dict[str, dict[str, str]]:
-        """Return every registered gateway, id → what it says of itself; `beat` among them."""
+        """Return every registered gateway, id → what it says of itself; two round trips."""
+        return await self._hashes(self._keys.gateways, self._keys.gateway)
 
     async def read_cursors(self, gateway: str) -> Cursors:
         """Return where to begin reading. Take it before reading facts, so that nothing falls between."""
+        pipeline = self._redis.pipeline()
+        pipeline.xrevrange(self._keys.inbox(gateway), count=1)
+        pipeline.xrevrange(self._keys.events, count=1)
+        inbox, events = await pipeline.execute()
+        return Cursors(inbox[0][0] if inbox else "0-0", events[0][0] if events else "0-0")
 
     async def read_wait(self, gateway: str, inbox_id: str, events_id: str, block_ms: int) -> Messages:
         """Return what came after the given ids in the gateway's inbox and in `events`, waiting up to `block_ms`.
 
-        0 does not wait. Keep `block_ms` well below the socket time-out. After a time-out read the facts again.
+        0 does not wait. After `known_before` was False begin the inbox anew at "0-0": all in it is for this process. Keep `block_ms` well below the socket time-out. After a time-out read the facts again.
         """
+        inbox, events = self._keys.inbox(gateway), self._keys.events
+        reply = await self._redis.xread(
+            {inbox: inbox_id, events: events_id}, count=1000, block=block_ms or None
+        )
+        return Messages(messages(reply, inbox), messages(reply, events))
+
+    async def _hash(self, key: str) -> dict[str, str]:
+        return cast("dict[str, str]", await self._redis.hgetall(key))
+
+    async def _hashes(self, index: str, key_of: Callable[[str], str]) -> dict[str, dict[str, str]]:
+        names = await self._redis.zrange(index, 0, -1)
+        pipeline = self._redis.pipeline()
+        for name in names:
+            pipeline.hgetall(key_of(name))
+        return {name: fields for name, fields in zip(names, await pipeline.execute(), strict=True) if fields}

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from redis.asyncio import Redis
 
+from llamastead.shared.store.errors import StaleLeader, WrongState
 from llamastead.shared.store.keys import Keys
-from llamastead.shared.store.records import Claimed, Command, Facts, Stopping
+from llamastead.shared.store.parse import command, demands, lease_id, pairs
+from llamastead.shared.store.records import Claimed, Claims, Command, Facts, Stopping
 from llamastead.shared.store.scripts import Scripts
-from llamastead.shared.words import EndClass
+from llamastead.shared.words import WIRE_STATUS, EndClass, InstanceState
 
 Fields = Mapping[str, str | int]
 """Fields of a hash; numbers are written in decimal."""
@@ -27,6 +30,8 @@ class LeaderStore:
         self._redis = redis
         self._keys = keys
         self._scripts = Scripts(redis)
+        self._token = token
+        self._commands_cursor: str | None = None
 
     # --- leadership
 
@@ -36,15 +41,47 @@ class LeaderStore:
         False when another leads, or when the number is not above the last one known here: read it again.
         `info` (host, pid, …) is shown in the hash `leadership`.
         """
+        reply = await self._scripts.call(
+            "lead",
+            keys={"leader": self._keys.leader, "leadership": self._keys.leadership},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "number": number,
+                "ttl_ms": ttl_ms,
+                "info": json.dumps(dict(info)),
+            },
+        )
+        return bool(reply)
 
     async def renew(self, ttl_ms: int, info: Mapping[str, str] | None = None) -> None:
         """Keep the leadership for another `ttl_ms` and write the heartbeat (and `info`) into `leadership`."""
+        await self._scripts.call(
+            "renew",
+            keys={"leader": self._keys.leader, "leadership": self._keys.leadership},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "ttl_ms": ttl_ms,
+                "info": json.dumps(dict(info or {})),
+            },
+        )
 
-    async def resign(self) -> None:
-        """Give the leadership up, so that a standby needs not wait for the TTL."""
+    async def resign(self) -> bool:
+        """Give the leadership up, so that a standby need not wait for the TTL; False when it was lost already."""
+        try:
+            await self._scripts.call(
+                "resign",
+                keys={"leader": self._keys.leader},
+                argv={"prefix": self._keys.prefix, "token": self._token},
+            )
+        except StaleLeader:
+            return False
+        return True
 
     async def read_number(self) -> int:
         """Return the number of the last leadership this Redis knows, 0 for none."""
+        return int(await self._redis.hget(self._keys.leadership, "number") or 0)
 
     # --- the herd and its registry
 
@@ -54,6 +91,17 @@ class LeaderStore:
         Call it when recovery has put the adopted instances: from here on gateways take what Redis says for the truth.
         The incarnation is kept while Redis keeps its data. Fields not given stay.
         """
+        reply = await self._scripts.call(
+            "open_herd",
+            keys={"leader": self._keys.leader, "herd": self._keys.herd, "events": self._keys.events},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "fresh_incarnation": uuid4().hex,
+                "fields": _json(fields),
+            },
+        )
+        return str(reply)
 
     async def publish(
         self, registry_revision: str, models: Mapping[str, Fields], aliases: Mapping[str, str]
@@ -63,14 +111,66 @@ class LeaderStore:
         The given fields are written and all others of a model stay. A model that is gone vanishes, or, while it has
         an instance, is marked `removed` (no more admissions) until that ends. Its waiting tickets: see `fail`.
         """
+        registry = [[name, _plain(fields)] for name, fields in models.items()]
+        await self._scripts.call(
+            "publish",
+            keys={
+                "leader": self._keys.leader,
+                "models": self._keys.models,
+                "aliases": self._keys.aliases,
+                "herd": self._keys.herd,
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "revision": registry_revision,
+                "registry": json.dumps(registry),
+                "alias_names": _json(aliases),
+            },
+        )
 
     async def put_model(self, model: str, fields: Fields, event: Fields | None = None) -> None:
         """Write fields of a model (metadata, progress, reasons) and emit `event` (its member `kind` names it)."""
+        await self._scripts.call(
+            "put_model",
+            keys={
+                "leader": self._keys.leader,
+                "model_key": self._keys.model(model),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "fields": _json(fields),
+                "event": _json(event or {}),
+            },
+        )
 
     # --- facts
 
     async def observe(self) -> Facts:
         """Return queue, claims and gateways as of one instant."""
+        reply = await self._scripts.call(
+            "observe",
+            keys={
+                "leader": self._keys.leader,
+                "queue": self._keys.queue,
+                "instances": self._keys.instances,
+                "gateways": self._keys.gateways,
+            },
+            argv={"prefix": self._keys.prefix, "token": self._token},
+        )
+        now_ms, queue, claims, gateways = reply
+        return Facts(
+            now_ms,
+            demands(now_ms, queue),
+            {
+                instance: Claims({name: lease_id(value) for name, value in pairs(leases)}, int(last_used_ms))
+                for instance, last_used_ms, leases in claims
+            },
+            {gateway: int(beat) for gateway, beat in pairs(gateways)},
+        )
 
     # --- instances
 
@@ -81,8 +181,33 @@ class LeaderStore:
 
         With `state` among `fields` the model follows it. Not for READY: see `ready`.
         """
+        own = _plain(fields)
+        state = own.pop("state", "")
+        await self._scripts.call(
+            "put_instance",
+            keys={
+                "leader": self._keys.leader,
+                "instances": self._keys.instances,
+                "instance_key": self._keys.instance(instance),
+                "model_key": self._keys.model(model),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "model": model,
+                "fields": json.dumps(own),
+                "model_fields": _json(model_fields),
+                "state": state,
+                "status": WIRE_STATUS[InstanceState(state)].value if state else "",
+                "event": _json(event or {}),
+            },
+        )
 
-    async def ready(self, instance: str, model: str, fields: Fields, model_fields: Fields | None = None) -> int:
+    async def ready(
+        self, instance: str, model: str, fields: Fields, model_fields: Fields | None = None
+    ) -> int:
         """Make an instance READY and turn the waiting tickets of registered gateways into leases, in one change.
 
         Returns how many tickets were granted. Each gateway gets one lease and one inbox message {type: granted,
@@ -91,24 +216,130 @@ class LeaderStore:
         bring `address` and `nonce` unless they were put before. From STARTING, LOADING, WAKING, SLEEPING, RECOVERING
         or READY.
         """
+        reply = await self._scripts.call(
+            "ready",
+            keys={
+                "leader": self._keys.leader,
+                "instance_key": self._keys.instance(instance),
+                "model_key": self._keys.model(model),
+                "gateways": self._keys.gateways,
+                "queue": self._keys.queue,
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "model": model,
+                "fields": _json(fields),
+                "model_fields": _json(model_fields or {}),
+                "status": _status(InstanceState.READY),
+            },
+        )
+        return int(reply)
 
-    async def wake(self, instance: str, model: str) -> int:
+    async def wake(self, instance: str) -> int:
         """SLEEPING → WAKING with the same grants as `ready`: the first request of a lease wakes the engine."""
+        reply = await self._scripts.call(
+            "wake",
+            keys={
+                "leader": self._keys.leader,
+                "instance_key": self._keys.instance(instance),
+                "gateways": self._keys.gateways,
+                "queue": self._keys.queue,
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "status": _status(InstanceState.WAKING),
+            },
+        )
+        return int(reply)
 
     async def drain(self, instance: str) -> bool:
         """READY → DRAINING: no new leases. False when it is not READY.
 
         Gateways with a lease get {type: draining, instance}, so that they give lingering ones back at once.
         """
+        reply = await self._scripts.call(
+            "drain",
+            keys={
+                "leader": self._keys.leader,
+                "instance_key": self._keys.instance(instance),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "status": _status(InstanceState.DRAINING),
+            },
+        )
+        return bool(reply)
 
     async def undrain(self, instance: str) -> int | None:
         """DRAINING → READY with the same grants as `ready`; None when it is not DRAINING."""
+        try:
+            reply = await self._scripts.call(
+                "undrain",
+                keys={
+                    "leader": self._keys.leader,
+                    "instance_key": self._keys.instance(instance),
+                    "gateways": self._keys.gateways,
+                    "queue": self._keys.queue,
+                    "events": self._keys.events,
+                },
+                argv={
+                    "prefix": self._keys.prefix,
+                    "token": self._token,
+                    "instance": instance,
+                    "status": _status(InstanceState.READY),
+                },
+            )
+        except WrongState:
+            return None
+        return int(reply)
 
     async def stop(self, instance: str, end_class: EndClass) -> Stopping | Claimed:
         """READY, DRAINING or SLEEPING → STOPPING, refused while there is a lease."""
+        reply = await self._scripts.call(
+            "stop",
+            keys={
+                "leader": self._keys.leader,
+                "instance_key": self._keys.instance(instance),
+                "leases_key": self._keys.leases(instance),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "end_class": end_class.value,
+                "status": _status(InstanceState.STOPPING),
+            },
+        )
+        return Claimed(reply) if reply else Stopping()
 
     async def sleep(self, instance: str) -> bool:
         """READY → SLEEPING; False while there is a lease."""
+        reply = await self._scripts.call(
+            "sleep",
+            keys={
+                "leader": self._keys.leader,
+                "instance_key": self._keys.instance(instance),
+                "leases_key": self._keys.leases(instance),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "status": _status(InstanceState.SLEEPING),
+            },
+        )
+        return bool(reply)
 
     async def ended(
         self,
@@ -117,13 +348,35 @@ class LeaderStore:
         exit_code: int | None,
         reason: str,
         model_fields: Fields | None = None,
-        state: str = "stopped",
+        state: InstanceState = InstanceState.STOPPED,
     ) -> bool:
         """Remove an instance and its leases; False when it is not there (any more).
 
         Gateways with a lease get {type: ended, instance, model}. The model, if this is still its instance, takes
         `state`, its end class, exit code, reason and `model_fields`. The event `status` carries them too.
         """
+        reply = await self._scripts.call(
+            "ended",
+            keys={
+                "leader": self._keys.leader,
+                "instances": self._keys.instances,
+                "instance_key": self._keys.instance(instance),
+                "leases_key": self._keys.leases(instance),
+                "events": self._keys.events,
+            },
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "instance": instance,
+                "model_fields": _json(model_fields or {}),
+                "state": state.value,
+                "status": _status(state),
+                "end_class": end_class.value,
+                "exit_code": "" if exit_code is None else exit_code,
+                "reason": reason,
+            },
+        )
+        return bool(reply)
 
     # --- settling
 
@@ -133,18 +386,71 @@ class LeaderStore:
         Each gateway gets one message {type: failed, model, tickets: "t1,t2", error: JSON}: status, message, fields,
         retry_after of an ApiError.
         """
+        reply = await self._scripts.call(
+            "fail",
+            keys={"leader": self._keys.leader, "gateways": self._keys.gateways, "queue": self._keys.queue},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "model": model,
+                "error": json.dumps(dict(error)),
+                "only": "" if tickets is None else json.dumps(list(tickets)),
+            },
+        )
+        return int(reply)
 
-    async def answer(self, command: str, gateway: str, payload: Mapping[str, Any]) -> None:
-        """Answer a command, once, and be done with it: inbox {type: answer, command, payload: JSON}."""
+    async def answer(self, command: str, gateway: str, payload: Mapping[str, Any]) -> bool:
+        """Answer a command and be done with it: inbox {type: answer, command, payload: JSON}.
+
+        False: it was answered before; a command is answered once.
+        """
+        reply = await self._scripts.call(
+            "answer",
+            keys={"leader": self._keys.leader, "commands": self._keys.commands},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "command": command,
+                "gateway": gateway,
+                "payload": json.dumps(dict(payload)),
+            },
+        )
+        return bool(reply)
 
     async def done(self, commands: Sequence[str]) -> None:
         """Be done with commands that take no answer."""
+        await self._scripts.call(
+            "done",
+            keys={"leader": self._keys.leader, "commands": self._keys.commands},
+            argv={"prefix": self._keys.prefix, "token": self._token, "ids": json.dumps(list(commands))},
+        )
 
     async def sweep(self, gateway: str) -> None:
         """Forget a silent gateway: its tickets, leases and inbox go; the supervisor's stream says what became free."""
+        await self._scripts.call(
+            "sweep",
+            keys={
+                "leader": self._keys.leader,
+                "gateways": self._keys.gateways,
+                "queue": self._keys.queue,
+                "instances": self._keys.instances,
+                "commands": self._keys.commands,
+                "events": self._keys.events,
+            },
+            argv={"prefix": self._keys.prefix, "token": self._token, "gateway": gateway},
+        )
 
     async def emit(self, kind: str, fields: Fields) -> None:
         """Append to `events`."""
+        await self._scripts.call(
+            "emit",
+            keys={"leader": self._keys.leader, "events": self._keys.events},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "event": _json({**fields, "kind": kind}),
+            },
+        )
 
     async def read_commands(self, block_ms: int, limit: int = 100) -> list[Command]:
         """Return the next commands, waiting up to `block_ms` for one; up to three round trips.
@@ -152,3 +458,34 @@ class LeaderStore:
         The first call also returns what an earlier leader took and did not finish. Each is delivered once to this
         leader, and again to the next one until `answer` or `done`.
         """
+        taken = await self._take_commands(limit)
+        if taken or block_ms <= 0:
+            return taken
+        await self._redis.xread({self._keys.commands: self._commands_cursor}, count=1, block=block_ms)
+        return await self._take_commands(limit)
+
+    async def _take_commands(self, limit: int) -> list[Command]:
+        reply = await self._scripts.call(
+            "take_commands",
+            keys={"leader": self._keys.leader, "commands": self._keys.commands},
+            argv={
+                "prefix": self._keys.prefix,
+                "token": self._token,
+                "limit": limit,
+                "take_over": int(self._commands_cursor is None),
+            },
+        )
+        now_ms, self._commands_cursor, entries = reply
+        return [command(now_ms, entry, dict(pairs(flat))) for entry, flat in entries]
+
+
+def _plain(fields: Fields) -> dict[str, str]:
+    return {name: str(value) for name, value in fields.items()}
+
+
+def _json(fields: Fields) -> str:
+    return json.dumps(_plain(fields))
+
+
+def _status(state: InstanceState) -> str:
+    return WIRE_STATUS[state].value

@@ -1,0 +1,67 @@
+-- Claims a model's READY instance, or enrols a ticket for it. One script, so that there is no instant between
+-- looking at the state and holding the claim.
+--
+-- KEYS: herd gateways model_key queue tickets_key commands events
+-- ARGV: prefix model ticket gateway kind deadline_ms not_instance first_arrival_ms request_id
+--   deadline_ms counts from now; not_instance may be empty; first_arrival_ms is 0 for a new ticket
+-- Returns: {instance, address, nonce, state revision}, or the ticket's first arrival (ms),
+--   or {NO_HERD}, {UNREGISTERED}, {UNKNOWN_MODEL}, {QUEUE_FULL, setting, limit}
+-- Emits: queued (a new queue entry); commands: demand
+-- @include now_ms
+-- @include emit
+-- @include ask
+-- @include take_ticket
+if redis.call('EXISTS', herd) == 0 then
+  return { NO_HERD }
+end
+local beat = redis.call('ZSCORE', gateways, gateway)
+if not beat then
+  return { UNREGISTERED }
+end
+local instance, removed, name = unpack(redis.call('HMGET', model_key, 'instance', 'removed', 'name'))
+if not name or removed == '1' then
+  return { UNKNOWN_MODEL }
+end
+
+if instance and instance ~= '' and instance ~= not_instance then
+  local record = prefix .. 'instance:' .. instance
+  local state, address, nonce, revision =
+    unpack(redis.call('HMGET', record, 'state', 'address', 'nonce', 'state_revision'))
+  if state == 'ready' then
+    redis.call('HSET', prefix .. 'leases:' .. instance, gateway, ticket .. ':' .. beat)
+    take_ticket(model, ticket) -- enrolled by an earlier call whose answer was lost
+    return { instance, address, nonce, revision }
+  end
+end
+
+local enrolled = redis.call('HGET', tickets_key, ticket)
+if enrolled then
+  ask('verb', 'demand', 'model', model)
+  return cjson.decode(enrolled).enqueued_ms
+end
+
+local limit, limit_total = unpack(redis.call('HMGET', herd, 'queue_limit', 'queue_limit_total'))
+limit, limit_total = tonumber(limit or 0), tonumber(limit_total or 0)
+if limit > 0 and redis.call('HLEN', tickets_key) >= limit then
+  return { QUEUE_FULL, 'queue_limit', tostring(limit) }
+end
+local waiting = 0
+for _, other in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
+  waiting = waiting + redis.call('HLEN', prefix .. 'tickets:' .. other)
+end
+if limit_total > 0 and waiting >= limit_total then
+  return { QUEUE_FULL, 'queue_limit_total', tostring(limit_total) }
+end
+
+local first = tonumber(first_arrival_ms)
+if first == 0 or first > now_ms then
+  first = now_ms
+end
+redis.call('HSET', tickets_key, ticket, string.format(
+  '{"gateway":%s,"kind":%s,"request_id":%s,"enqueued_ms":%.0f,"deadline_ms":%.0f,"beat":%s}',
+  cjson.encode(gateway), cjson.encode(kind), cjson.encode(request_id), first, now_ms + deadline_ms, beat))
+if redis.call('ZADD', queue, 'LT', first, model) == 1 then
+  emit('queued', nil, 'model', model, 'request_id', request_id)
+end
+ask('verb', 'demand', 'model', model)
+return first

@@ -1,0 +1,22 @@
+-- Opens a draining instance again and grants whoever waits for its model, in one change.
+--
+-- KEYS: leader instance_key gateways queue events
+-- ARGV: prefix token instance status
+-- Returns: how many tickets were granted, or {STALE_LEADER}, {UNKNOWN_INSTANCE}, {WRONG_STATE, state}
+-- Emits: status; inboxes: granted
+-- @include fence
+-- @include emit
+-- @include tell
+-- @include set_state
+-- @include waiting
+-- @include by_gateway
+-- @include grant
+local state, model = unpack(redis.call('HMGET', instance_key, 'state', 'model'))
+if not state then
+  return { UNKNOWN_INSTANCE }
+end
+if state ~= 'draining' then
+  return { WRONG_STATE, state }
+end
+set_state(instance, 'ready', status)
+return grant(instance, model)

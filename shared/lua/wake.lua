@@ -1,0 +1,22 @@
+-- Lets the waiting requests through to a sleeping instance: the first of them wakes it.
+--
+-- KEYS: leader instance_key gateways queue events
+-- ARGV: prefix token instance status
+-- Returns: how many tickets were granted, or {STALE_LEADER}, {UNKNOWN_INSTANCE}, {WRONG_STATE, state}
+-- Emits: status; inboxes: granted
+-- @include fence
+-- @include emit
+-- @include tell
+-- @include set_state
+-- @include waiting
+-- @include by_gateway
+-- @include grant
+local state, model = unpack(redis.call('HMGET', instance_key, 'state', 'model'))
+if not state then
+  return { UNKNOWN_INSTANCE }
+end
+if state ~= 'sleeping' then
+  return { WRONG_STATE, state }
+end
+set_state(instance, 'waking', status)
+return grant(instance, model)

@@ -1,0 +1,128 @@
+"""Connections to Redis: time-outs that end, retries that are few, errors that say what to do."""
+
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    NoPermissionError,
+    ReadOnlyError,
+    RedisError,
+    TimeoutError,
+)
+from redis.retry import Retry
+
+from llamastead.shared.store.errors import StoreUnreachable
+
+BLOCK_MS = 4000
+"""How long a blocking read waits; well below SOCKET_TIMEOUT_S, or an idle stream looks like a dead server."""
+
+SOCKET_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+OLDEST = (7, 0)
+
+# A connection that died since its last use, or one to a server that is a replica by now: once more on a new one.
+_FRESH_CONNECTION = (ConnectionError, ReadOnlyError)
+
+
+def connect(
+    url: str, *, socket_timeout: float = SOCKET_TIMEOUT_S, connect_timeout: float = CONNECT_TIMEOUT_S
+) -> Redis:
+    """Return a client for redis://, rediss:// (TLS) or unix:// URLs, user and password included; connects at first use.
+
+    At most 64 connections are open; who needs one more waits up to `connect_timeout` for it. Times in seconds.
+    Raises StoreUnreachable for a URL that is none.
+    """
+    try:
+        pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=64,
+            timeout=connect_timeout,
+            decode_responses=True,
+            protocol=2,
+            retry=AsyncRetry(NoBackoff(), 1, supported_errors=_FRESH_CONNECTION),
+            **_timeouts(url, socket_timeout, connect_timeout),
+        )
+    except ValueError as error:
+        raise StoreUnreachable(f"{redact(url)} is no Redis address: {error}") from error
+    return Redis.from_pool(pool)
+
+
+def connect_sync(
+    url: str, *, socket_timeout: float = SOCKET_TIMEOUT_S, connect_timeout: float = CONNECT_TIMEOUT_S
+) -> redis.Redis:
+    """Return a blocking client of bytes, as RQ wants it; otherwise like `connect`."""
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 1, supported_errors=_FRESH_CONNECTION),
+            **_timeouts(url, socket_timeout, connect_timeout),
+        )
+    except ValueError as error:
+        raise StoreUnreachable(f"{redact(url)} is no Redis address: {error}") from error
+
+
+def _timeouts(url: str, socket_timeout: float, connect_timeout: float) -> dict[str, float | bool]:
+    common: dict[str, float | bool] = {"socket_timeout": socket_timeout, "health_check_interval": 15}
+    if url.startswith("unix:"):
+        return common
+    return common | {"socket_connect_timeout": connect_timeout, "socket_keepalive": True}
+
+
+async def check(client: Redis, url: str) -> list[str]:
+    """Make sure that this Redis is there and fit for use; return warnings about how it is set up.
+
+    Raises StoreUnreachable naming the URL without its password and what to do.
+    """
+    try:
+        await client.ping()
+    except RedisError as error:
+        raise StoreUnreachable(explain(url, error)) from error
+    try:
+        info = await client.info()
+    except NoPermissionError:  # an account without INFO: nothing to check, nothing known to be wrong
+        return []
+    version = str(info.get("redis_version", ""))
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < OLDEST:
+        raise StoreUnreachable(
+            f"Redis at {redact(url)} is version {version}; use Redis 7.0 or newer, or Valkey"
+        )
+    if info.get("redis_mode") == "cluster" or info.get("cluster_enabled"):
+        raise StoreUnreachable(
+            f"Redis at {redact(url)} is a cluster, which is not supported; use a single Redis"
+        )
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if policy != "noeviction":
+        return [
+            f"Redis at {redact(url)} has maxmemory-policy {policy}: under memory pressure it deletes parts of the "
+            f"herd's state. Set `maxmemory-policy noeviction`, or use a Redis of its own for Llamastead."
+        ]
+    return []
+
+
+def explain(url: str, error: RedisError) -> str:
+    """Return what is wrong in a sentence, the URL without its password, and what to do about it."""
+    where = redact(url)
+    if isinstance(error, AuthenticationError):
+        return f"Redis at {where} refuses the login ({error}): check user and password in --redis-url"
+    if isinstance(error, NoPermissionError):
+        return f"Redis at {where} does not allow this user enough ({error}): see docs/redis.md for the ACL it needs"
+    if isinstance(error, TimeoutError):
+        return f"Redis at {where} does not answer in time: is it up, and does a firewall drop packets on the way?"
+    return (
+        f"Redis at {where} can't be reached ({error}): start it, or give the right address with --redis-url"
+    )
+
+
+def redact(url: str) -> str:
+    """Return a URL without its password and query, fit for logs."""
+    parts = urlsplit(url)
+    account, at, place = parts.netloc.rpartition("@")
+    user = account.partition(":")[0]
+    netloc = f"{user}{':***' if ':' in account else ''}{at}{place}"
+    return urlunsplit((parts.scheme, netloc, parts.path, "", ""))

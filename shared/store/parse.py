@@ -1,0 +1,64 @@
+"""Turns Redis replies into records."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llamastead.shared.store.records import Command, Demand, Message, Ticket
+from llamastead.shared.words import UseKind
+
+
+def pairs(flat: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (field, value) of a flat reply."""
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def lease_id(value: str) -> str:
+    """Return the lease id of a `<lease id>:<beat>`."""
+    return value.rpartition(":")[0]
+
+
+def demands(now_ms: int, entries: Sequence[Sequence[Any]]) -> dict[str, Demand]:
+    """Return model → demand from the scripts' queue facts, keeping their order."""
+    return {model: _demand(now_ms, int(first_ms), tickets) for model, first_ms, tickets in entries}
+
+
+def _demand(now_ms: int, first_ms: int, flat: Sequence[str]) -> Demand:
+    tickets = sorted(
+        (_ticket(name, value) for name, value in pairs(flat)), key=lambda t: (t.enqueued_ms, t.id)
+    )
+    expired = tuple(ticket.id for ticket in tickets if ticket.deadline_ms <= now_ms)
+    return Demand(first_ms, tuple(tickets), expired)
+
+
+def _ticket(ticket: str, value: str) -> Ticket:
+    fields = json.loads(value)
+    return Ticket(
+        ticket,
+        fields["gateway"],
+        UseKind(fields["kind"]),
+        fields["request_id"],
+        fields["enqueued_ms"],
+        fields["deadline_ms"],
+    )
+
+
+def messages(reply: Any, stream: str) -> tuple[Message, ...]:
+    """Return the entries of one stream from an XREAD reply, in the shape of RESP2 or RESP3."""
+    if not reply:
+        return ()
+    streams = reply if isinstance(reply, Mapping) else dict(reply)
+    entries = streams.get(stream, [])
+    if isinstance(reply, Mapping) and entries and isinstance(entries[0], list):
+        entries = [entry for batch in entries for entry in batch]
+    return tuple(Message(id, dict(fields)) for id, fields in entries)
+
+
+def command(now_ms: int, entry: str, fields: dict[str, str]) -> Command:
+    """Return an entry of `commands`; `fields` is taken apart."""
+    verb, gateway = fields.pop("verb", ""), fields.pop("gateway", "")
+    until = fields.pop("deadline_ms", None)
+    deadline_ms = None if until is None else int(until)
+    return Command(
+        entry, verb, gateway, deadline_ms, deadline_ms is not None and deadline_ms <= now_ms, fields
+    )
