@@ -1,0 +1,91 @@
+"""What gateways and jobs ask of the supervisor: the `commands` stream, turned into events and answers."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llamastead.shared.errors import ApiError
+from llamastead.shared.store.connect import BLOCK_MS
+from llamastead.shared.store.leader import LeaderStore
+from llamastead.shared.store.records import Command
+from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered
+from llamastead.supervisor.driver import Driver
+from llamastead.supervisor.logfiles import log_path, read_log
+
+log = logging.getLogger(__name__)
+
+LOOK_VERBS = frozenset({"demand", "left", "idle"})
+LOG_LINES_MAX = 10_000
+
+
+class Commands:
+    """Reads commands while this supervisor leads, hands orders to the driver, answers what needs no decision.
+
+    `on_metadata` is told the identity of a file whose metadata a job has read.
+    """
+
+    def __init__(
+        self, store: LeaderStore, run_dir: Path, on_metadata: Callable[[str], Awaitable[None]]
+    ) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._on_metadata = on_metadata
+        self._asked_by: dict[str, str] = {}
+
+    async def answer(self, command: str, payload: Mapping[str, Any]) -> None:
+        """Answer a command that a gateway gave; orders of our own (start-up) have nobody to answer."""
+        gateway = self._asked_by.pop(command, None)
+        if gateway is not None:
+            await self._store.answer(command, gateway, payload)
+
+    async def run(self, driver: Driver) -> None:
+        """Read until cancelled."""
+        while True:
+            taken = await self._store.read_commands(BLOCK_MS)
+            looks = [command.id for command in taken if command.verb in LOOK_VERBS]
+            if looks:
+                driver.look()
+                await self._store.done(looks)
+            for command in taken:
+                if command.verb not in LOOK_VERBS:
+                    await self._take(command, driver)
+
+    async def _take(self, command: Command, driver: Driver) -> None:
+        if not command.gateway:
+            if command.verb == "metadata":
+                await self._on_metadata(command.fields["identity"])
+            await self._store.done([command.id])
+            return
+        self._asked_by[command.id] = command.gateway
+        if command.expired:
+            await self._refuse(command, ApiError(503, f"'{command.verb}' was read too late and not done"))
+            return
+        model = command.fields.get("model", "")
+        match command.verb:
+            case "load":
+                driver.put(LoadOrdered(model, command.id))
+            case "unload":
+                force = command.fields.get("force") == "1"
+                driver.put(UnloadOrdered(model, command.id, force, command.fields.get("instance") or None))
+            case "logs":
+                await self._answer_logs(command, model)
+            case _:
+                await self._refuse(command, ApiError(400, f"Unknown command '{command.verb}'"))
+
+    async def _answer_logs(self, command: Command, model: str) -> None:
+        lines = min(int(command.fields.get("lines") or 200), LOG_LINES_MAX)
+        try:
+            piece = read_log(log_path(self._run_dir, model), lines, command.fields.get("offset", ""))
+        except FileNotFoundError:
+            await self._refuse(
+                command, ApiError(404, f"Model '{model}' has no log: it never ran on this herd")
+            )
+        except ValueError:
+            await self._refuse(command, ApiError(400, "offset must be one that an earlier answer gave"))
+        else:
+            await self.answer(command.id, {"text": piece.text, "next": piece.next})
+
+    async def _refuse(self, command: Command, error: ApiError) -> None:
+        await self.answer(command.id, {"error": asdict(error)})

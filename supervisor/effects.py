@@ -1,0 +1,225 @@
+"""Carries the core's decisions out: one script or one word to a holder for each action."""
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from llamastead.shared.clock import wall_ms
+from llamastead.shared.store.errors import WrongState
+from llamastead.shared.store.leader import LeaderStore
+from llamastead.shared.store.records import Claimed
+from llamastead.shared.words import EndClass, InstanceState
+from llamastead.supervisor.core import actions, events
+from llamastead.supervisor.core.actions import Action
+from llamastead.supervisor.core.events import Event
+from llamastead.supervisor.holders import HolderError, Holders
+from llamastead.supervisor.launch import InstanceSpec, LaunchError
+
+log = logging.getLogger(__name__)
+
+Answerer = Callable[[str, Mapping[str, Any]], Coroutine[Any, Any, None]]
+
+
+class Effects:
+    """The only way from a decision to the world. `perform` returns the outcomes that are known at once.
+
+    `build` makes an instance's start order (LaunchError when it can't), `answer` replies to a command, `tell`
+    gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign.
+    """
+
+    def __init__(
+        self,
+        store: LeaderStore,
+        holders: Holders,
+        build: Callable[[str, str, str], InstanceSpec],
+        answer: Answerer,
+        tell: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        host: str,
+        number: int,
+    ) -> None:
+        self._store = store
+        self._holders = holders
+        self._build = build
+        self._answer = answer
+        self._tell = tell
+        self._spawn = spawn
+        self._host = host
+        self._number = number
+        self.specs: dict[str, InstanceSpec] = {}
+        self.metas: dict[str, str] = {}
+        self._spawned_at: dict[str, float] = {}
+
+    async def perform(self, action: Action) -> list[Event]:
+        """Carry one action out. Errors of Redis or of the store come through and end the reign."""
+        match action:
+            case actions.Start():
+                return await self._start(action)
+            case actions.Grant(instance, model):
+                return [events.Granted(instance, await self._ready(instance, model))]
+            case actions.Wake(instance, model):
+                return [events.Granted(instance, await self._store.wake(instance, model))]
+            case actions.TryStop(instance, end_class):
+                return [await self._stop(instance, end_class)]
+            case actions.TryDrain(instance):
+                return [await self._drain(instance)]
+            case actions.TryUndrain(instance):
+                granted = await self._store.undrain(instance)
+                return [
+                    events.UndrainRefused(instance)
+                    if granted is None
+                    else events.Undrained(instance, granted)
+                ]
+            case actions.TrySleep(instance):
+                slept = await self._store.sleep(instance)
+                return [
+                    events.Slept(instance)
+                    if slept
+                    else events.SleepRefused(instance, await self._claims(instance))
+                ]
+            case actions.AbortLoad(instance, end_class, _, reason):
+                await self._end(instance, end_class, reason, force=False)
+            case actions.ForceStop(instance, end_class, reason):
+                await self._end(instance, end_class, reason, force=True)
+            case actions.FailTickets(model, error, tickets):
+                if await self._store.fail(model, asdict(error), tickets):
+                    log.info("tickets failed", extra={"model": model, "why": error.message})
+            case actions.Answer(command, error):
+                await self._answer(command, {"error": asdict(error)} if error else {"success": True})
+            case actions.Ended():
+                await self._ended(action)
+            case actions.Decide(model, weighed):
+                candidates = {w.instance: f"{w.model}: {w.verdict}" for w in weighed}
+                log.info("made room", extra={"model": model, "candidates": candidates})
+                await self._store.emit("decision", {"model": model, "candidates": json.dumps(candidates)})
+        return []
+
+    async def _start(self, action: actions.Start) -> list[Event]:
+        try:
+            spec = self._build(action.instance, action.model, secrets.token_hex(16))
+        except LaunchError as error:
+            await self._put(
+                action.instance, InstanceState.STARTING, action.model, {"revision": action.revision}
+            )
+            return [
+                events.Exited(
+                    action.instance, EndClass.FAILED_TO_START, str(error), doomed=True, log=(str(error),)
+                )
+            ]
+        self.specs[action.instance] = spec
+        self._spawned_at[action.instance] = time.monotonic()
+        await self._put(
+            action.instance,
+            InstanceState.STARTING,
+            action.model,
+            {
+                "host": self._host,
+                "address": spec.address,
+                "nonce": spec.nonce,
+                "revision": action.revision,
+                "epoch": self._number,
+                "started_ms": wall_ms(),
+            },
+        )
+        log.info("instance starting", extra={"model": action.model, "instance": action.instance})
+        self._spawn(self._launch(spec))
+        return []
+
+    async def _launch(self, spec: InstanceSpec) -> None:
+        try:
+            await self._holders.start(spec)
+        except HolderError as error:
+            self._tell(events.Exited(spec.instance, EndClass.FAILED_TO_START, str(error), log=(str(error),)))
+
+    async def _ready(self, instance: str, model: str) -> int:
+        fields: dict[str, str | int] = {"ready_ms": wall_ms()}
+        spec, spawned_at = self.specs.get(instance), self._spawned_at.pop(instance, None)
+        if spec is not None:
+            fields |= {"address": spec.address, "nonce": spec.nonce}
+        if spawned_at is not None:
+            fields["load_ms"] = round((time.monotonic() - spawned_at) * 1000)
+        meta = self.metas.get(instance)
+        granted = await self._store.ready(
+            instance, model, fields, {"meta": meta, "progress": ""} if meta else None
+        )
+        log.info(
+            "instance ready",
+            extra={
+                "model": model,
+                "instance": instance,
+                "load_ms": fields.get("load_ms"),
+                "granted": granted,
+            },
+        )
+        return granted
+
+    async def _stop(self, instance: str, end_class: EndClass) -> Event:
+        try:
+            outcome = await self._store.stop(instance, end_class)
+        except WrongState:
+            return events.StopRefused(instance, 0)
+        if isinstance(outcome, Claimed):
+            return events.StopRefused(instance, outcome.leases)
+        self._tell_holder_to_stop(instance, force=False)
+        log.info("instance stopping", extra={"instance": instance, "end_class": end_class})
+        return events.StopGranted(instance)
+
+    async def _drain(self, instance: str) -> Event:
+        if not await self._store.drain(instance):
+            return events.DrainRefused(instance)
+        return events.Drained(instance, await self._claims(instance))
+
+    async def _end(self, instance: str, end_class: EndClass, reason: str | None, *, force: bool) -> None:
+        await self._store.put_instance(
+            instance,
+            {"state": InstanceState.STOPPING, "end_class": end_class},
+            self._holders.model_of(instance),
+            {},
+        )
+        log.warning(
+            "instance ended early", extra={"instance": instance, "end_class": end_class, "why": reason}
+        )
+        self._tell_holder_to_stop(instance, force=force)
+
+    async def _ended(self, action: actions.Ended) -> None:
+        tail = "\n".join(action.log)
+        await self._store.ended(
+            action.instance,
+            action.end_class,
+            action.code,
+            action.reason,
+            {"log": tail, "failed": int(action.state is InstanceState.FAILED), "progress": ""},
+            action.state,
+        )
+        level = logging.WARNING if action.state is InstanceState.FAILED else logging.INFO
+        log.log(
+            level,
+            "instance ended",
+            extra={
+                "model": action.model,
+                "instance": action.instance,
+                "end_class": action.end_class,
+                "why": action.reason,
+                "exit_code": action.code,
+            },
+        )
+        self._holders.forget(action.instance)
+        for known in (self.specs, self.metas, self._spawned_at):
+            known.pop(action.instance, None)
+
+    async def _put(
+        self, instance: str, state: InstanceState, model: str, fields: Mapping[str, str | int]
+    ) -> None:
+        await self._store.put_instance(instance, {"model": model, "state": state, **fields}, model, {})
+
+    async def _claims(self, instance: str) -> int:
+        held = (await self._store.observe()).claims.get(instance)
+        return len(held.leases) if held else 0
+
+    def _tell_holder_to_stop(self, instance: str, *, force: bool) -> None:
+        spec = self.specs.get(instance)
+        self._holders.stop(instance, spec.stop_timeout_s if spec else None, force)
