@@ -1,4 +1,4 @@
-"""The one reader of this process: its inbox and `events` in one blocking call, fanned out to those concerned."""
+"""The one reader of this process: inbox and `events` in one blocking call, fanned out to whom they concern."""
 
 import asyncio
 import logging
@@ -44,14 +44,15 @@ class Inbox:
 
     async def run(self) -> None:
         """Read until cancelled, through any outage of Redis."""
+        # The inbox is this process's own, so all of it is news; of the events only what comes from now on.
         cursors: Cursors | None = None
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 if cursors is None:
-                    cursors = await self._store.read_cursors(self._gateway)
+                    latest = await self._store.read_cursors(self._gateway)
+                    cursors = Cursors("0-0", latest.events_id)
                     self._catalog.mark_all()
-                    self._admission.on_inbox_read(cursors.inbox_id)
                 cursors = await self._read(cursors)
                 pause_s = FIRST_PAUSE_S
             except (RedisError, OSError) as problem:

@@ -198,5 +198,5 @@ class Leases:
 
 
 def number_of(ticket: str) -> int:
-    """Return the running number in the id of a ticket (`<gateway>.<number>`) or of a grant's lease (a `+` behind)."""
+    """Return the number in a ticket's id (`<gateway>.<number>`); a grant's lease has a `+` behind that."""
     return int(ticket.rpartition(".")[2].rstrip("+"))

@@ -1,0 +1,1 @@
+"""What the gateway answers itself: lists, states, settings, logs and orders."""

@@ -1,0 +1,105 @@
+"""Listening sockets, and who holds one that is taken."""
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
+PROC = Path("/proc")
+BACKLOG = 2048
+
+
+class CantListen(Exception):
+    """The address can't be listened on; the message is one line that says why, who holds it and what to do."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens: on a unix socket if `host` ends in `.sock`, else on TCP. Raises CantListen.
+
+    A socket file that nobody answers on any more is replaced.
+    """
+    try:
+        return _listen_unix(host) if host.endswith(".sock") else _listen_tcp(host, port)
+    except OSError as problem:
+        where = host if host.endswith(".sock") else f"port {port} on {host}"
+        if problem.errno != errno.EADDRINUSE:
+            raise CantListen(f"can't listen on {where}: {problem.strerror or problem}") from None
+        holder = describe(None if host.endswith(".sock") else holder_of_port(port))
+        raise CantListen(f"{where} is taken by {holder}: stop that one, or give another --port") from None
+
+
+def holder_of_port(port: int) -> int | None:
+    """Return the pid of a process that listens on a TCP port, None when it can't be seen."""
+    inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for pid in (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(OSError):
+            for fd in (PROC / str(pid) / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(fd.readlink()) in inodes:
+                        return pid
+    return None
+
+
+def describe(pid: int | None) -> str:
+    """Return `pid 42 (command)`, or a phrase when the process can't be seen."""
+    return "a process that is not visible from here" if pid is None else f"pid {pid} ({command_of(pid)})"
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process, or what is known instead."""
+    try:
+        words = (PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        name = (PROC / str(pid) / "comm").read_text().strip()
+    except OSError:
+        return "not visible from here"
+    return " ".join(word.decode(errors="replace") for word in words if word) or f"[{name}]"
+
+
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _listen_unix(path: str) -> socket.socket:
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(Path(path).stat().st_mode):
+            _remove_if_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_if_stale(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in (PROC / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[9]
