@@ -68,7 +68,7 @@ class Driver:
         return wake_at
 
     async def _advance(self, event: Event) -> float:
-        """Step with the event and each outcome of the actions it led to; return when to wake at the latest."""
+        """Step with the event and each outcome of the actions it led to; return when to wake."""
         pending: deque[Event] = deque((event,))
         wake_at = float("inf")
         while pending:

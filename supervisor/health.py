@@ -19,8 +19,8 @@ MISSES = 3
 class Health:
     """Probes every ready instance each `every` seconds; three misses in a row are reported once.
 
-    /health is answered by the engine's HTTP threads, busy slots or not, so silence means a hung process. A hung
-    instance holds up nobody's probe but its own.
+    /health is answered by the engine's HTTP threads, busy slots or not, so silence means a hung process. A
+    hung instance holds up nobody's probe but its own.
     """
 
     def __init__(self, every: float, tell: Callable[[Event], None]) -> None:

@@ -6,7 +6,7 @@ from llamastead.supervisor.core.state import State
 
 
 class WaitBoard:
-    """Writes `wait` (a sentence) and `wait_reason` (its word) of models that wait, when the reason changes."""
+    """Writes `wait` (a sentence) and `wait_reason` (its word) of models that wait, when it changes."""
 
     def __init__(self, store: LeaderStore) -> None:
         self._store = store
