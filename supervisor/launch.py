@@ -1,20 +1,61 @@
 """From a model to a start order for its holder: command line, environment, files."""
 
+import hashlib
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from llamastead.shared.secret import instance_key
+from llamastead.supervisor.engine import Engine
+from llamastead.supervisor.logfiles import log_path
+from llamastead.supervisor.registry.model import ModelEntry
+from llamastead.supervisor.registry.options import OptionTable
+from llamastead.supervisor.registry.render import command_words
+from llamastead.supervisor.registry.reserved import SELECTS_MODEL, is_for_instances
+
+SOCKET_PATH_BYTES = 107  # what a unix socket's address can hold
+LOG_BYTES = 4 * 1024 * 1024  # of a model's log file, and as much again of the one before
+VERBOSITY = 4  # from here on the engine tells its buffer sizes, its only word on the memory it took
+# The engine's default of 8192 MiB per instance exhausts hosts that serve several models.
+CACHE_RAM_MIB = 1024
+# A stopped stream lets its worker go only at the next ping; the engine's default is 30 s.
+SSE_PING_SECONDS = 5
+
+_PASSED = frozenset(
+    {"PATH", "HOME", "LANG", "TMPDIR", "TZ", "LD_LIBRARY_PATH"}
+    # Where and how an instance finds the model of `hf-repo`.
+    | {"LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HF_TOKEN"}
+    | {"HF_ENDPOINT", "MODEL_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR"}
+    | {name for proxy in ("http_proxy", "https_proxy", "no_proxy") for name in (proxy, proxy.upper())}
+)
+# Locale, devices and their drivers, threads.
+_PASSED_PREFIXES = (
+    *("LC_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "AMD_", "VK_", "GGML_", "OMP_", "GOMP_"),
+    *("ONEAPI_", "SYCL_", "ZE_", "ZES_"),
+)
 
 
 class LaunchError(Exception):
     """This model can't be started as configured; the message says why and what to do."""
 
 
+class LaunchSettings(Protocol):
+    """The settings that a launch needs, in seconds."""
+
+    @property
+    def stop_timeout(self) -> float: ...
+    @property
+    def orphan_grace(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class InstanceSpec:
     """Everything a holder needs to start one instance; `message` is the `spec` of its `start` order.
 
-    `spec_hash` tells two specs of the same instance apart without holding its key. Times are seconds.
+    `spec_hash` tells what is started apart from what another spec would start, without holding the key.
     """
 
     instance: str
@@ -44,3 +85,96 @@ class InstanceSpec:
     def message(self) -> dict[str, Any]:
         """Return the spec as JSON-ready values."""
         return {**asdict(self), "argv": list(self.argv), "env": dict(self.env)}
+
+
+def build_spec(
+    entry: ModelEntry,
+    engine: Engine,
+    instance: str,
+    nonce: str,
+    run_dir: Path,
+    herd_secret: bytes,
+    settings: LaunchSettings,
+    environ: Mapping[str, str],
+) -> InstanceSpec:
+    """Return how to start `entry` as `instance`. Nothing is touched on disk.
+
+    `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment. Raises
+    LaunchError for a model without a model, an option that this engine lacks, a socket path that is too long.
+    """
+    folder = run_dir / "i" / instance
+    socket = str(folder / "e.sock")
+    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
+        raise LaunchError(f"{socket} is too long for a unix socket; use a shorter --run-dir")
+    if not SELECTS_MODEL & entry.options.keys():
+        raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
+    if unknown := [name for name in entry.options if name not in engine.options]:
+        raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")
+    words = command_words(instance_options(entry, engine.options, socket, environ), engine.options)
+    argv = (str(engine.path), *words)
+    env = {**instance_environment(environ, engine.options), **entry.env}
+    env["XDG_CONFIG_HOME"] = str(
+        folder / "config"
+    )  # never made: the engine finds no settings of its own there
+    spec_hash = hashlib.sha256(json.dumps([argv, sorted(env.items())]).encode()).hexdigest()[:16]
+    env["LLAMA_API_KEY"] = instance_key(herd_secret, instance, nonce)
+    return InstanceSpec(
+        instance=instance,
+        model=entry.name,
+        nonce=nonce,
+        revision=entry.revision,
+        spec_hash=spec_hash,
+        argv=argv,
+        env=env,
+        cwd=str(Path.cwd()),
+        socket=socket,
+        stop_timeout_s=settings.stop_timeout if entry.stop_timeout is None else entry.stop_timeout,
+        orphan_grace_s=settings.orphan_grace,
+        log_path=str(log_path(run_dir, entry.name)),
+        log_bytes=LOG_BYTES,
+    )
+
+
+def instance_options(
+    entry: ModelEntry, table: OptionTable, socket: str, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the entry's options with what Llamastead forces, and what it only sets where nobody has."""
+    defaults = {"cache-ram": str(CACHE_RAM_MIB), "sse-ping-interval": str(SSE_PING_SECONDS)}
+    unsaid = {
+        name: value for name, value in defaults.items() if name in table and table[name].env not in environ
+    }
+    forced = {
+        "host": socket,
+        "alias": entry.name,
+        "metrics": "1",
+        "log-verbosity": str(_verbosity(entry.options.get("log-verbosity"))),
+        "log-colors": "off",
+        "cors-origins": "localhost",
+    }
+    silencing = ("log-disable", "log-jsonl")  # they would take away the lines that tell why an instance ended
+    options = {name: value for name, value in entry.options.items() if name not in silencing}
+    return unsaid | options | {name: value for name, value in forced.items() if name in table}
+
+
+def _verbosity(asked: str | None) -> int:
+    try:
+        return max(VERBOSITY, int(asked or VERBOSITY))
+    except ValueError:
+        return VERBOSITY
+
+
+def instance_environment(environ: Mapping[str, str], table: OptionTable) -> dict[str, str]:
+    """Return what of the supervisor's environment reaches an instance, and the switches of a managed child.
+
+    Of the engine's own variables only those pass that set an option of instances: no address, key,
+    certificate, nor anything of the router or of one model.
+    """
+    passed = {name: value for name, value in environ.items() if _passes(name, table)}
+    return {**passed, "LLAMA_SERVER_ROUTER_PORT": "0", "GGML_NO_BACKTRACE": "1"}
+
+
+def _passes(name: str, table: OptionTable) -> bool:
+    if name in _PASSED or name.startswith(_PASSED_PREFIXES):
+        return True
+    option = table.of_variable(name)
+    return option is not None and is_for_instances(option.canonical)

@@ -40,11 +40,9 @@ def _seconds(value: str) -> float:
     return seconds
 
 
-def _seconds_or_never(value: str) -> float | None:
-    """Idle seconds until the process ends; 0 and -1 say never."""
-    if value == "-1":
-        return None
-    return _seconds(value) or None
+def _seconds_or_never(value: str) -> float:
+    """Read seconds, 0 for never; -1 says so too."""
+    return 0.0 if value == "-1" else _seconds(value)
 
 
 def _mebibytes(value: str) -> int:

@@ -11,7 +11,7 @@ from llamastead.supervisor.registry.files import scan_models_dir
 from llamastead.supervisor.registry.ini import GLOBAL_SECTION, Section, Setting, parse_ini
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 from llamastead.supervisor.registry.options import FALSE, TRUE, OptionError, OptionTable
-from llamastead.supervisor.registry.reserved import NOT_FOR_ALL, RESERVED, SELECTS_MODEL
+from llamastead.supervisor.registry.reserved import NOT_FOR_ALL, RESERVED, SELECTS_MODEL, is_reserved_variable
 
 _TAG_END = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
 
@@ -132,6 +132,9 @@ def _read_section(section: Section, layer: Layer, report: _SectionReport, table:
                 layer.fields |= keys.own_field(setting.key, setting.value)
             except ValueError as error:
                 report.fail(setting, f"{setting.key} = {setting.value}: {error}")
+            for name in layer.fields.get("env", ()) if setting.key == "env" else ():
+                if is_reserved_variable(name, table):
+                    report.fail(setting, f"env may not set {name}")
         else:
             _read_option(setting, layer, report, table, said)
 

@@ -50,7 +50,7 @@ class ModelEntry:
 
     `options` maps the last positive name of an engine option, without dashes (`ctx-size`), to its value as
     written. `files` are the files the instance will read, shards included; `revision` changes exactly when
-    a started instance would come out differently.
+    a started instance would come out differently. `unload_after` is 0 for never.
     """
 
     name: str

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from llamastead.supervisor.registry.options import OptionTable
+
 _LISTEN = "instances listen where Llamastead says, with keys of their own"
 _OF_THE_HERD = "it belongs on Llamastead's own command line"
 _ONE_FILE = "all instances would write to one file; Llamastead keeps a log per model"
@@ -32,6 +34,12 @@ NOT_FOR_ALL: Mapping[str, str] = {
     "mmproj-url": "a projector belongs to one model",
     "log-file": _ONE_FILE,
 }
+
+
+def is_reserved_variable(name: str, table: OptionTable) -> bool:
+    """Whether an environment variable would undo what Llamastead decides for its instances."""
+    option = table.of_variable(name)
+    return name.startswith("LLAMA_SERVER_") or (option is not None and option.canonical in RESERVED)
 
 
 def is_for_instances(canonical: str) -> bool:
