@@ -1,1 +1,1 @@
-"""The shared state in Redis: keys, one Lua script per change of state, typed wrappers for gateways and the leader."""
+"""The shared state in Redis: keys, one Lua script per change of state, typed wrappers around them."""

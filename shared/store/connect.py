@@ -8,12 +8,12 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
-    ConnectionError,
     NoPermissionError,
     ReadOnlyError,
     RedisError,
-    TimeoutError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from llamastead.shared.store.errors import StoreUnreachable
@@ -25,17 +25,17 @@ SOCKET_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 OLDEST = (7, 0)
 
-# A connection that died since its last use, or one to a server that is a replica by now: once more on a new one.
-_FRESH_CONNECTION = (ConnectionError, ReadOnlyError)
+# A connection that died since its last use, or whose server is a replica by now: once more on a new one.
+_FRESH_CONNECTION = (RedisConnectionError, ReadOnlyError)
 
 
 def connect(
     url: str, *, socket_timeout: float = SOCKET_TIMEOUT_S, connect_timeout: float = CONNECT_TIMEOUT_S
 ) -> Redis:
-    """Return a client for redis://, rediss:// (TLS) or unix:// URLs, user and password included; connects at first use.
+    """Return a client for redis://, rediss:// (TLS) or unix:// URLs, user and password in them.
 
-    At most 64 connections are open; who needs one more waits up to `connect_timeout` for it. Times in seconds.
-    Raises StoreUnreachable for a URL that is none.
+    It connects at first use. At most 64 connections are open; who needs one more waits up to
+    `connect_timeout` for it. Times in seconds. Raises StoreUnreachable for a URL that is none.
     """
     try:
         pool = BlockingConnectionPool.from_url(
@@ -98,10 +98,11 @@ async def check(client: Redis, url: str) -> list[str]:
         )
     policy = str(info.get("maxmemory_policy", "noeviction"))
     if policy != "noeviction":
-        return [
-            f"Redis at {redact(url)} has maxmemory-policy {policy}: under memory pressure it deletes parts of the "
-            f"herd's state. Set `maxmemory-policy noeviction`, or use a Redis of its own for Llamastead."
-        ]
+        warning = (
+            f"Redis at {redact(url)} has maxmemory-policy {policy}: when memory is short it deletes parts of "
+            f"the herd's state. Set `maxmemory-policy noeviction`, or use a Redis of its own for Llamastead."
+        )
+        return [warning]
     return []
 
 
@@ -111,9 +112,13 @@ def explain(url: str, error: RedisError) -> str:
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} refuses the login ({error}): check user and password in --redis-url"
     if isinstance(error, NoPermissionError):
-        return f"Redis at {where} does not allow this user enough ({error}): see docs/redis.md for the ACL it needs"
-    if isinstance(error, TimeoutError):
-        return f"Redis at {where} does not answer in time: is it up, and does a firewall drop packets on the way?"
+        return (
+            f"Redis at {where} does not allow this user enough ({error}): docs/redis.md has the ACL it needs"
+        )
+    if isinstance(error, RedisTimeoutError):
+        return (
+            f"Redis at {where} does not answer in time: is it up, or does a firewall drop packets on the way?"
+        )
     return (
         f"Redis at {where} can't be reached ({error}): start it, or give the right address with --redis-url"
     )

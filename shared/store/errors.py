@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class Code(IntEnum):
-    """What a script answers when it refuses. The script loader gives these names to every script as locals."""
+    """What a script answers when it refuses. The script loader gives these names to the scripts as locals."""
 
     STALE_LEADER = -1
     NO_HERD = -2
@@ -19,11 +19,11 @@ class StoreError(Exception):
     """Anything that the store has to say against a call."""
 
 
-class StoreUnreachable(StoreError):
+class StoreUnreachable(StoreError):  # noqa: N818 - named for the fact, as the refusals are
     """Redis can't be used; the text names the address without its password and says what to do."""
 
 
-class StoreRefusal(StoreError):
+class StoreRefusal(StoreError):  # noqa: N818
     """A script looked at the facts and said no; nothing was changed."""
 
 

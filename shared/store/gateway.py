@@ -9,14 +9,7 @@ from redis.asyncio import Redis
 from llamastead.shared.store.errors import Code, refusal
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.parse import demands, lease_id, messages
-from llamastead.shared.store.records import (
-    Cursors,
-    Demand,
-    Granted,
-    HeartbeatResult,
-    Messages,
-    Waiting,
-)
+from llamastead.shared.store.records import Cursors, Demand, Granted, HeartbeatResult, Messages, Waiting
 from llamastead.shared.store.scripts import Scripts
 from llamastead.shared.words import UseKind
 
@@ -24,14 +17,15 @@ from llamastead.shared.words import UseKind
 class GatewayStore:
     """The gateways' verbs: register, claim, give back, ask, read.
 
-    Every method raises redis.exceptions.RedisError when Redis is away, and a StoreRefusal where a script says no.
-    Ids of gateways, tickets and leases are made by the caller, unique, and hold neither "," nor ":" nor "+".
+    Every method raises redis.exceptions.RedisError when Redis is away, and a StoreRefusal where a script says
+    no. Ids of gateways, tickets and leases are made by the caller, unique, and hold neither "," nor ":" nor
+    "+".
     """
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis = redis
         self._keys = keys
-        self._scripts = Scripts(redis)
+        self._scripts = Scripts(redis, keys.prefix)
         self._released_meanwhile: list[tuple[str, str, str, bool]] | None = None
 
     async def heartbeat(
@@ -43,19 +37,19 @@ class GatewayStore:
         tickets: Mapping[str, Sequence[str]],
         minting: Sequence[str],
     ) -> HeartbeatResult:
-        """Register the gateway, or say that it is still there, and bring Redis in line with what it really holds.
+        """Register the gateway, or say that it is still there, and bring Redis in line with what it holds.
 
         `beat` grows by one with each call. `leases` (instance → lease id), `tickets` (model → ticket ids) and
-        `minting` (ids of `acquire` calls under way) are everything alive in this process when the call is made:
-        live leases that Redis lost are booked again where the instance exists and is not stopping; leases and tickets
-        of this gateway that are not alive and were booked before its previous beat are removed. `info` is for display.
-        One heartbeat at a time. Does not raise NoHerd: see HeartbeatResult.
+        `minting` (ids of `acquire` calls under way) are everything alive in this process when the call is
+        made: live leases that Redis lost are booked again where the instance exists and is not stopping;
+        leases and tickets of this gateway that are not alive and were booked before its previous beat are
+        removed. `info` is for display. One heartbeat at a time. Does not raise NoHerd: see HeartbeatResult.
         """
         self._released_meanwhile = []
         try:
             reply = await self._scripts.call(
                 "heartbeat",
-                keys={
+                {
                     "herd": self._keys.herd,
                     "gateways": self._keys.gateways,
                     "gateway_info": self._keys.gateway(gateway),
@@ -64,8 +58,7 @@ class GatewayStore:
                     "instances": self._keys.instances,
                     "commands": self._keys.commands,
                 },
-                argv={
-                    "prefix": self._keys.prefix,
+                {
                     "gateway": gateway,
                     "beat": beat,
                     "info": json.dumps(dict(info)),
@@ -76,8 +69,8 @@ class GatewayStore:
             )
         finally:
             released, self._released_meanwhile = self._released_meanwhile, None
-        # The heartbeat asserts what was held when it was made; what was released in between may have been booked
-        # again by it, so it is released once more (a no-op in the usual order).
+        # The heartbeat asserts what was held when it was made. It may have booked again what was released in
+        # between, so that is released once more (a no-op in the usual order).
         for instance, owner, lease, used in released or ():
             await self.release(instance, owner, lease, used)
         known_before, herd_open, lost, missing, inbox_id = reply
@@ -96,15 +89,15 @@ class GatewayStore:
     ) -> Granted | Waiting:
         """Claim the model's instance, or stand in the queue for it.
 
-        READY and not `not_instance`: a lease is booked whose id is the ticket's (over an older lease of this gateway
-        there; see `release`). Anything else: the ticket is enrolled and the supervisor told. `deadline_ms` counts
-        from now; what waits longer is failed by the supervisor. `first_arrival_ms` enrols a lost ticket with its old
-        place. Calling again with the same ticket is harmless; a call of unknown outcome is undone by `give_back`.
-        Raises NoHerd, UnknownModel, Unregistered, QueueFull.
+        READY and not `not_instance`: a lease is booked whose id is the ticket's (over an older lease of this
+        gateway there; see `release`). Anything else: the ticket is enrolled and the supervisor told.
+        `deadline_ms` counts from now; what waits longer is failed by the supervisor. `first_arrival_ms`
+        enrols a lost ticket with its old place. Calling again with the same ticket is harmless; a call of
+        unknown outcome is undone by `give_back`. Raises NoHerd, UnknownModel, Unregistered, QueueFull.
         """
         reply = await self._scripts.call(
             "acquire",
-            keys={
+            {
                 "herd": self._keys.herd,
                 "gateways": self._keys.gateways,
                 "model_key": self._keys.model(model),
@@ -113,8 +106,7 @@ class GatewayStore:
                 "commands": self._keys.commands,
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
+            {
                 "model": model,
                 "ticket": ticket,
                 "gateway": gateway,
@@ -133,56 +125,51 @@ class GatewayStore:
     async def release(self, instance: str, gateway: str, lease: str, used: bool) -> bool:
         """Give a lease back; True when it was the one booked, False when there was nothing (more) to release.
 
-        `used`: inference ran under it, which moves the time of last use. The last lease gone tells the supervisor.
-        A gateway that was granted two leases on one instance at once (two `acquire` calls, or a grant from the inbox)
-        holds the claim under the later id only and can't know which that is: it releases every id it was given.
+        `used`: inference ran under it, which moves the time of last use. The last lease gone tells the
+        supervisor. A gateway that was granted two leases on one instance at once (two `acquire` calls, or a
+        grant from the inbox) holds the claim under the later id only and can't know which that is: it
+        releases every id it was given.
         """
         if self._released_meanwhile is not None:
             self._released_meanwhile.append((instance, gateway, lease, used))
         reply = await self._scripts.call(
             "release",
-            keys={
+            {
                 "leases_key": self._keys.leases(instance),
                 "instance_key": self._keys.instance(instance),
                 "commands": self._keys.commands,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "instance": instance,
-                "gateway": gateway,
-                "lease": lease,
-                "used": int(used),
-            },
+            {"instance": instance, "gateway": gateway, "lease": lease, "used": int(used)},
         )
         return bool(reply)
 
     async def give_back(self, model: str, ticket: str, gateway: str) -> bool:
         """Take a ticket out of the queue, or undo what an `acquire` of unknown outcome booked under this id.
 
-        False: neither exists, so the ticket was settled: a message about it is in the inbox (a grant's lease then has
-        an id of its own and must be released). The model's last ticket gone tells the supervisor.
+        False: neither exists, so the ticket was settled: a message about it is in the inbox (a grant's lease
+        then has an id of its own and must be released). The model's last ticket gone tells the supervisor.
         """
         reply = await self._scripts.call(
             "give_back",
-            keys={
+            {
                 "queue": self._keys.queue,
                 "model_key": self._keys.model(model),
                 "commands": self._keys.commands,
             },
-            argv={"prefix": self._keys.prefix, "model": model, "ticket": ticket, "gateway": gateway},
+            {"model": model, "ticket": ticket, "gateway": gateway},
         )
         return bool(reply)
 
     async def submit(self, verb: str, gateway: str, deadline_ms: int, fields: Mapping[str, str]) -> str:
         """Ask the supervisor for something and return the command's id; the answer comes through the inbox.
 
-        `deadline_ms` counts from now: read later than that, the command is answered as expired. Raises NoHerd.
+        `deadline_ms` counts from now: read later than that, the command is answered as expired. Raises
+        NoHerd.
         """
         reply = await self._scripts.call(
             "submit",
-            keys={"herd": self._keys.herd, "commands": self._keys.commands},
-            argv={
-                "prefix": self._keys.prefix,
+            {"herd": self._keys.herd, "commands": self._keys.commands},
+            {
                 "verb": verb,
                 "gateway": gateway,
                 "deadline_ms": deadline_ms,
@@ -195,13 +182,13 @@ class GatewayStore:
         """Unregister: its tickets, leases and inbox go, and the supervisor is told what became free."""
         await self._scripts.call(
             "leave",
-            keys={
+            {
                 "gateways": self._keys.gateways,
                 "queue": self._keys.queue,
                 "instances": self._keys.instances,
                 "commands": self._keys.commands,
             },
-            argv={"prefix": self._keys.prefix, "gateway": gateway},
+            {"gateway": gateway},
         )
 
     async def read_herd(self) -> dict[str, str]:
@@ -228,9 +215,7 @@ class GatewayStore:
 
     async def read_queue(self) -> dict[str, Demand]:
         """Return who waits: model → its tickets, the entry that came first standing first."""
-        now_ms, entries = await self._scripts.call(
-            "read_queue", keys={"queue": self._keys.queue}, argv={"prefix": self._keys.prefix}
-        )
+        now_ms, entries = await self._scripts.call("read_queue", {"queue": self._keys.queue}, {})
         return demands(now_ms, entries)
 
     async def read_instances(self) -> dict[str, dict[str, str]]:
@@ -255,9 +240,10 @@ class GatewayStore:
         return Cursors(inbox[0][0] if inbox else "0-0", events[0][0] if events else "0-0")
 
     async def read_wait(self, gateway: str, inbox_id: str, events_id: str, block_ms: int) -> Messages:
-        """Return what came after the given ids in the gateway's inbox and in `events`, waiting up to `block_ms`.
+        """Return what came after the given ids in the inbox and in `events`, waiting up to `block_ms`.
 
-        0 does not wait. After `known_before` was False begin the inbox anew at "0-0": all in it is for this process. Keep `block_ms` well below the socket time-out. After a time-out read the facts again.
+        0 does not wait. After `known_before` was False begin the inbox anew at "0-0": all in it is for this
+        process. Keep `block_ms` well below the socket time-out. After a time-out read the facts again.
         """
         inbox, events = self._keys.inbox(gateway), self._keys.events
         reply = await self._redis.xread(
@@ -269,7 +255,7 @@ class GatewayStore:
         return cast("dict[str, str]", await self._redis.hgetall(key))
 
     async def _hashes(self, index: str, key_of: Callable[[str], str]) -> dict[str, dict[str, str]]:
-        names = await self._redis.zrange(index, 0, -1)
+        names = cast("list[str]", await self._redis.zrange(index, 0, -1))
         pipeline = self._redis.pipeline()
         for name in names:
             pipeline.hgetall(key_of(name))

@@ -19,19 +19,26 @@ Fields = Mapping[str, str | int]
 
 
 class LeaderStore:
-    """The leader's verbs. Every method but `lead`, `read_number` raises StaleLeader when `token` does not lead.
+    """The leader's verbs; all but `lead` and `read_number` raise StaleLeader when `token` does not lead.
 
     `token` is random and made anew for each attempt to lead. A state that a change does not start from raises
-    WrongState, an instance without a record UnknownInstance, and nothing is changed. Every change of an instance's
-    state also writes `state` and `status` of its model, raises `state_revision` and emits an event `status`.
+    WrongState, an instance without a record UnknownInstance, and nothing is changed. Every change of an
+    instance's state also writes `state` and `status` of its model, raises `state_revision` and emits an event
+    `status`.
     """
 
     def __init__(self, redis: Redis, keys: Keys, token: str) -> None:
         self._redis = redis
         self._keys = keys
-        self._scripts = Scripts(redis)
+        self._scripts = Scripts(redis, keys.prefix)
         self._token = token
         self._commands_cursor: str | None = None
+
+    async def _as_leader(self, name: str, keys: Mapping[str, str], argv: Mapping[str, str | int]) -> Any:
+        """Run a script of the leader: it also gets the lock's key and the token to compare."""
+        return await self._scripts.call(
+            name, {"leader": self._keys.leader, **keys}, {"token": self._token, **argv}
+        )
 
     # --- leadership
 
@@ -41,40 +48,25 @@ class LeaderStore:
         False when another leads, or when the number is not above the last one known here: read it again.
         `info` (host, pid, …) is shown in the hash `leadership`.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "lead",
-            keys={"leader": self._keys.leader, "leadership": self._keys.leadership},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "number": number,
-                "ttl_ms": ttl_ms,
-                "info": json.dumps(dict(info)),
-            },
+            {"leadership": self._keys.leadership},
+            {"number": number, "ttl_ms": ttl_ms, "info": json.dumps(dict(info))},
         )
         return bool(reply)
 
     async def renew(self, ttl_ms: int, info: Mapping[str, str] | None = None) -> None:
         """Keep the leadership for another `ttl_ms` and write the heartbeat (and `info`) into `leadership`."""
-        await self._scripts.call(
+        await self._as_leader(
             "renew",
-            keys={"leader": self._keys.leader, "leadership": self._keys.leadership},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "ttl_ms": ttl_ms,
-                "info": json.dumps(dict(info or {})),
-            },
+            {"leadership": self._keys.leadership},
+            {"ttl_ms": ttl_ms, "info": json.dumps(dict(info or {}))},
         )
 
     async def resign(self) -> bool:
-        """Give the leadership up, so that a standby need not wait for the TTL; False when it was lost already."""
+        """Give the leadership up, so that a standby need not wait for the TTL; False when it was lost."""
         try:
-            await self._scripts.call(
-                "resign",
-                keys={"leader": self._keys.leader},
-                argv={"prefix": self._keys.prefix, "token": self._token},
-            )
+            await self._as_leader("resign", {}, {})
         except StaleLeader:
             return False
         return True
@@ -88,18 +80,13 @@ class LeaderStore:
     async def open_herd(self, fields: Fields) -> str:
         """Say that the herd is there, with these facts and limits, and return its incarnation.
 
-        Call it when recovery has put the adopted instances: from here on gateways take what Redis says for the truth.
-        The incarnation is kept while Redis keeps its data. Fields not given stay.
+        Call it when recovery has put the adopted instances: from here on gateways take what Redis says for
+        the truth. The incarnation is kept while Redis keeps its data. Fields not given stay.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "open_herd",
-            keys={"leader": self._keys.leader, "herd": self._keys.herd, "events": self._keys.events},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "fresh_incarnation": uuid4().hex,
-                "fields": _json(fields),
-            },
+            {"herd": self._keys.herd, "events": self._keys.events},
+            {"fresh_incarnation": uuid4().hex, "fields": _json(fields)},
         )
         return str(reply)
 
@@ -108,58 +95,38 @@ class LeaderStore:
     ) -> None:
         """Make this the registry, in this order, in one change; one event `registry`.
 
-        The given fields are written and all others of a model stay. A model that is gone vanishes, or, while it has
-        an instance, is marked `removed` (no more admissions) until that ends. Its waiting tickets: see `fail`.
+        The given fields are written and all others of a model stay. A model that is gone vanishes, or, while
+        it has an instance, is marked `removed` (no more admissions) until that ends. Its waiting tickets: see
+        `fail`.
         """
         registry = [[name, _plain(fields)] for name, fields in models.items()]
-        await self._scripts.call(
+        await self._as_leader(
             "publish",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "models": self._keys.models,
                 "aliases": self._keys.aliases,
                 "herd": self._keys.herd,
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "revision": registry_revision,
-                "registry": json.dumps(registry),
-                "alias_names": _json(aliases),
-            },
+            {"revision": registry_revision, "registry": json.dumps(registry), "alias_names": _json(aliases)},
         )
 
     async def put_model(self, model: str, fields: Fields, event: Fields | None = None) -> None:
-        """Write fields of a model (metadata, progress, reasons) and emit `event` (its member `kind` names it)."""
-        await self._scripts.call(
+        """Write fields of a model (metadata, progress, reasons) and emit `event`, which has a `kind`."""
+        await self._as_leader(
             "put_model",
-            keys={
-                "leader": self._keys.leader,
-                "model_key": self._keys.model(model),
-                "events": self._keys.events,
-            },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "fields": _json(fields),
-                "event": _json(event or {}),
-            },
+            {"model_key": self._keys.model(model), "events": self._keys.events},
+            {"fields": _json(fields), "event": _json(event or {})},
         )
 
     # --- facts
 
     async def observe(self) -> Facts:
         """Return queue, claims and gateways as of one instant."""
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "observe",
-            keys={
-                "leader": self._keys.leader,
-                "queue": self._keys.queue,
-                "instances": self._keys.instances,
-                "gateways": self._keys.gateways,
-            },
-            argv={"prefix": self._keys.prefix, "token": self._token},
+            {"queue": self._keys.queue, "instances": self._keys.instances, "gateways": self._keys.gateways},
+            {},
         )
         now_ms, queue, claims, gateways = reply
         return Facts(
@@ -183,18 +150,15 @@ class LeaderStore:
         """
         own = _plain(fields)
         state = own.pop("state", "")
-        await self._scripts.call(
+        await self._as_leader(
             "put_instance",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instances": self._keys.instances,
                 "instance_key": self._keys.instance(instance),
                 "model_key": self._keys.model(model),
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
+            {
                 "instance": instance,
                 "model": model,
                 "fields": json.dumps(own),
@@ -208,27 +172,24 @@ class LeaderStore:
     async def ready(
         self, instance: str, model: str, fields: Fields, model_fields: Fields | None = None
     ) -> int:
-        """Make an instance READY and turn the waiting tickets of registered gateways into leases, in one change.
+        """Make an instance READY and turn the tickets of registered gateways into leases, in one change.
 
-        Returns how many tickets were granted. Each gateway gets one lease and one inbox message {type: granted,
-        model, instance, address, nonce, state_revision, lease, tickets: "t1,t2", load_ms}; tickets of unknown
-        gateways are dropped. Sets the time of last use; counts a load when it was starting or loading. `fields` must
-        bring `address` and `nonce` unless they were put before. From STARTING, LOADING, WAKING, SLEEPING, RECOVERING
-        or READY.
+        Returns how many tickets were granted. Each gateway gets one lease and one inbox message {type:
+        granted, model, instance, address, nonce, state_revision, lease, tickets: "t1,t2", load_ms}; tickets
+        of unknown gateways are dropped. Sets the time of last use; counts a load when it was starting or
+        loading. `fields` must bring `address` and `nonce` unless they were put before. From STARTING,
+        LOADING, WAKING, SLEEPING, RECOVERING or READY.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "ready",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instance_key": self._keys.instance(instance),
                 "model_key": self._keys.model(model),
                 "gateways": self._keys.gateways,
                 "queue": self._keys.queue,
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
+            {
                 "instance": instance,
                 "model": model,
                 "fields": _json(fields),
@@ -239,22 +200,16 @@ class LeaderStore:
         return int(reply)
 
     async def wake(self, instance: str) -> int:
-        """SLEEPING → WAKING with the same grants as `ready`: the first request of a lease wakes the engine."""
-        reply = await self._scripts.call(
+        """SLEEPING → WAKING with the same grants as `ready`: the first of the requests wakes the engine."""
+        reply = await self._as_leader(
             "wake",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instance_key": self._keys.instance(instance),
                 "gateways": self._keys.gateways,
                 "queue": self._keys.queue,
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "instance": instance,
-                "status": _status(InstanceState.WAKING),
-            },
+            {"instance": instance, "status": _status(InstanceState.WAKING)},
         )
         return int(reply)
 
@@ -263,40 +218,25 @@ class LeaderStore:
 
         Gateways with a lease get {type: draining, instance}, so that they give lingering ones back at once.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "drain",
-            keys={
-                "leader": self._keys.leader,
-                "instance_key": self._keys.instance(instance),
-                "events": self._keys.events,
-            },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "instance": instance,
-                "status": _status(InstanceState.DRAINING),
-            },
+            {"instance_key": self._keys.instance(instance), "events": self._keys.events},
+            {"instance": instance, "status": _status(InstanceState.DRAINING)},
         )
         return bool(reply)
 
     async def undrain(self, instance: str) -> int | None:
         """DRAINING → READY with the same grants as `ready`; None when it is not DRAINING."""
         try:
-            reply = await self._scripts.call(
+            reply = await self._as_leader(
                 "undrain",
                 keys={
-                    "leader": self._keys.leader,
                     "instance_key": self._keys.instance(instance),
                     "gateways": self._keys.gateways,
                     "queue": self._keys.queue,
                     "events": self._keys.events,
                 },
-                argv={
-                    "prefix": self._keys.prefix,
-                    "token": self._token,
-                    "instance": instance,
-                    "status": _status(InstanceState.READY),
-                },
+                argv={"instance": instance, "status": _status(InstanceState.READY)},
             )
         except WrongState:
             return None
@@ -304,40 +244,27 @@ class LeaderStore:
 
     async def stop(self, instance: str, end_class: EndClass) -> Stopping | Claimed:
         """READY, DRAINING or SLEEPING → STOPPING, refused while there is a lease."""
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "stop",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instance_key": self._keys.instance(instance),
                 "leases_key": self._keys.leases(instance),
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "instance": instance,
-                "end_class": end_class.value,
-                "status": _status(InstanceState.STOPPING),
-            },
+            {"instance": instance, "end_class": end_class.value, "status": _status(InstanceState.STOPPING)},
         )
         return Claimed(reply) if reply else Stopping()
 
     async def sleep(self, instance: str) -> bool:
         """READY → SLEEPING; False while there is a lease."""
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "sleep",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instance_key": self._keys.instance(instance),
                 "leases_key": self._keys.leases(instance),
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "instance": instance,
-                "status": _status(InstanceState.SLEEPING),
-            },
+            {"instance": instance, "status": _status(InstanceState.SLEEPING)},
         )
         return bool(reply)
 
@@ -352,21 +279,19 @@ class LeaderStore:
     ) -> bool:
         """Remove an instance and its leases; False when it is not there (any more).
 
-        Gateways with a lease get {type: ended, instance, model}. The model, if this is still its instance, takes
-        `state`, its end class, exit code, reason and `model_fields`. The event `status` carries them too.
+        Gateways with a lease get {type: ended, instance, model}. The model, if this is still its instance,
+        takes `state`, its end class, exit code, reason and `model_fields`. The event `status` carries them
+        too.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "ended",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "instances": self._keys.instances,
                 "instance_key": self._keys.instance(instance),
                 "leases_key": self._keys.leases(instance),
                 "events": self._keys.events,
             },
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
+            {
                 "instance": instance,
                 "model_fields": _json(model_fields or {}),
                 "state": state.value,
@@ -383,15 +308,13 @@ class LeaderStore:
     async def fail(self, model: str, error: Mapping[str, Any], tickets: Sequence[str] | None = None) -> int:
         """Settle all (or the given) tickets of a model with a refusal, once; returns how many.
 
-        Each gateway gets one message {type: failed, model, tickets: "t1,t2", error: JSON}: status, message, fields,
-        retry_after of an ApiError.
+        Each gateway gets one message {type: failed, model, tickets: "t1,t2", error: JSON}: status, message,
+        fields, retry_after of an ApiError.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "fail",
-            keys={"leader": self._keys.leader, "gateways": self._keys.gateways, "queue": self._keys.queue},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
+            {"gateways": self._keys.gateways, "queue": self._keys.queue},
+            {
                 "model": model,
                 "error": json.dumps(dict(error)),
                 "only": "" if tickets is None else json.dumps(list(tickets)),
@@ -404,78 +327,59 @@ class LeaderStore:
 
         False: it was answered before; a command is answered once.
         """
-        reply = await self._scripts.call(
+        reply = await self._as_leader(
             "answer",
-            keys={"leader": self._keys.leader, "commands": self._keys.commands},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "command": command,
-                "gateway": gateway,
-                "payload": json.dumps(dict(payload)),
-            },
+            {"commands": self._keys.commands},
+            {"command": command, "gateway": gateway, "payload": json.dumps(dict(payload))},
         )
         return bool(reply)
 
     async def done(self, commands: Sequence[str]) -> None:
         """Be done with commands that take no answer."""
-        await self._scripts.call(
-            "done",
-            keys={"leader": self._keys.leader, "commands": self._keys.commands},
-            argv={"prefix": self._keys.prefix, "token": self._token, "ids": json.dumps(list(commands))},
-        )
+        await self._as_leader("done", {"commands": self._keys.commands}, {"ids": json.dumps(list(commands))})
 
     async def sweep(self, gateway: str) -> None:
-        """Forget a silent gateway: its tickets, leases and inbox go; the supervisor's stream says what became free."""
-        await self._scripts.call(
+        """Forget a silent gateway: its tickets, leases and inbox go; `commands` says what became free."""
+        await self._as_leader(
             "sweep",
-            keys={
-                "leader": self._keys.leader,
+            {
                 "gateways": self._keys.gateways,
                 "queue": self._keys.queue,
                 "instances": self._keys.instances,
                 "commands": self._keys.commands,
                 "events": self._keys.events,
             },
-            argv={"prefix": self._keys.prefix, "token": self._token, "gateway": gateway},
+            {"gateway": gateway},
         )
 
     async def emit(self, kind: str, fields: Fields) -> None:
         """Append to `events`."""
-        await self._scripts.call(
-            "emit",
-            keys={"leader": self._keys.leader, "events": self._keys.events},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "event": _json({**fields, "kind": kind}),
-            },
+        await self._as_leader(
+            "emit", {"events": self._keys.events}, {"event": _json({**fields, "kind": kind})}
         )
 
     async def read_commands(self, block_ms: int, limit: int = 100) -> list[Command]:
         """Return the next commands, waiting up to `block_ms` for one; up to three round trips.
 
-        The first call also returns what an earlier leader took and did not finish. Each is delivered once to this
-        leader, and again to the next one until `answer` or `done`.
+        The first call also returns what an earlier leader took and did not finish. Each is delivered once to
+        this leader, and again to the next one until `answer` or `done`; after an error or a cancelled call the
+        next one delivers all that is unfinished again, so remember the ids under way.
         """
         taken = await self._take_commands(limit)
         if taken or block_ms <= 0:
             return taken
-        await self._redis.xread({self._keys.commands: self._commands_cursor}, count=1, block=block_ms)
+        await self._redis.xread(
+            {self._keys.commands: self._commands_cursor or "0-0"}, count=1, block=block_ms
+        )
         return await self._take_commands(limit)
 
     async def _take_commands(self, limit: int) -> list[Command]:
-        reply = await self._scripts.call(
+        take_over, self._commands_cursor = self._commands_cursor is None, None
+        now_ms, self._commands_cursor, entries = await self._as_leader(
             "take_commands",
-            keys={"leader": self._keys.leader, "commands": self._keys.commands},
-            argv={
-                "prefix": self._keys.prefix,
-                "token": self._token,
-                "limit": limit,
-                "take_over": int(self._commands_cursor is None),
-            },
+            {"commands": self._keys.commands},
+            {"limit": limit, "take_over": int(take_over)},
         )
-        now_ms, self._commands_cursor, entries = reply
         return [command(now_ms, entry, dict(pairs(flat))) for entry, flat in entries]
 
 

@@ -50,8 +50,8 @@ def messages(reply: Any, stream: str) -> tuple[Message, ...]:
     streams = reply if isinstance(reply, Mapping) else dict(reply)
     entries = streams.get(stream, [])
     if isinstance(reply, Mapping) and entries and isinstance(entries[0], list):
-        entries = [entry for batch in entries for entry in batch]
-    return tuple(Message(id, dict(fields)) for id, fields in entries)
+        entries = [entry for part in entries for entry in part]
+    return tuple(Message(entry, dict(fields)) for entry, fields in entries)
 
 
 def command(now_ms: int, entry: str, fields: dict[str, str]) -> Command:

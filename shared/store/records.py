@@ -1,4 +1,4 @@
-"""What the store hands out: plain frozen values. Every `_ms` is Redis time in milliseconds since the epoch."""
+"""What the store hands out: plain frozen values. Every `_ms` is Redis time, milliseconds since the epoch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class HeartbeatResult:
     """What a heartbeat found.
 
     `known_before`: this gateway was registered already; False after a sweep or with an emptied Redis.
-    `herd_open`: a leader has opened the herd; while False nothing is reported lost or missing.
-    `lost_leases`: instances whose asserted lease is worth nothing any more (ended or stopping).
-    `missing_tickets`: asserted tickets that do not wait (any more): settled by a message at or before `inbox_id`, or
-    lost. Those still unsettled once the inbox is read up to `inbox_id` are to be enrolled again.
+    `herd_open`: a leader has opened the herd; while False nothing is reported lost or missing. `lost_leases`:
+    instances whose asserted lease is worth nothing any more (ended or stopping). `missing_tickets`: asserted
+    tickets that do not wait (any more): settled by a message at or before `inbox_id`, or lost. Those still
+    unsettled once the inbox is read up to `inbox_id` are to be enrolled again.
     """
 
     known_before: bool
@@ -62,7 +62,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Cursors:
-    """Where a gateway begins to read: the last ids of its inbox and of `events`. Take them before reading facts."""
+    """Where a gateway begins to read its inbox and `events`: the last ids, taken before reading facts."""
 
     inbox_id: str
     events_id: str
@@ -82,7 +82,7 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Demand:
-    """A queue entry: one model and all its tickets, oldest first; `first_ms` is the arrival that orders the queue."""
+    """A queue entry: one model and all its tickets, oldest first; `first_ms` orders the queue."""
 
     first_ms: int
     tickets: tuple[Ticket, ...]
@@ -123,9 +123,9 @@ class Claimed:
 class Command:
     """Something asked of the supervisor.
 
-    Verbs of gateways: load, unload, logs, … (`gateway` set: answer it). Verbs that scripts and jobs write (no answer):
-    demand{model}, left{model}, idle{instance, last_used_ms}, metadata{identity, model}.
-    `expired`: its deadline had passed when it was read; answer so and do nothing.
+    Verbs of gateways: load, unload, logs, … (`gateway` set: answer it). Verbs that scripts and jobs write (no
+    answer): demand{model}, left{model}, idle{instance, last_used_ms}, metadata{identity, model}. `expired`:
+    its deadline had passed when it was read; answer so and do nothing.
     """
 
     id: str

@@ -1,9 +1,9 @@
 """Loads and runs the Lua scripts of shared/lua: one verb a file, its interface in the header.
 
-A header is the comment block a file begins with. `KEYS:` and `ARGV:` name what a call passes, in order, and may be
-repeated; the loader makes locals of these names, so that what the header says is what the body uses. `@include NAME`
-puts include/NAME.lua in, each once, in the order written. The names of `Code` are locals as well.
-The first argument of every script is the prefix of all keys.
+A header is the comment block a file begins with. `KEYS:` and `ARGV:` name what a call passes, in order, and
+may be repeated; the loader makes locals of these names, so that what the header says is what the body uses.
+`@include NAME` puts include/NAME.lua in, each once, in the order written. The names of `Code` are locals as
+well. The first argument of every script is the prefix of all keys.
 """
 
 import re
@@ -38,7 +38,7 @@ class Script:
 
 @cache
 def load(name: str, folder: Path = FOLDER) -> Script:
-    """Read a script by its verb; raises ScriptError naming the file for a missing include or a bare header."""
+    """Read a script by its verb; raises ScriptError naming the file for a missing part or a bare header."""
     path = folder / f"{name}.lua"
     if not path.exists():
         raise ScriptError(f"no script {path}")
@@ -87,16 +87,18 @@ def _binding(names: tuple[str, ...], table: str) -> str:
 
 
 class Scripts:
-    """Runs scripts on one client: EVALSHA, loading a script where Redis does not know it (yet, or any more)."""
+    """Runs scripts on one client: EVALSHA, loading a script that Redis does not know (yet, or any more)."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, prefix: str) -> None:
         self._redis = redis
+        self._prefix = prefix
         self._registered: dict[str, tuple[Script, AsyncScript]] = {}
 
     async def call(self, name: str, keys: Mapping[str, str], argv: Mapping[str, str | int]) -> Any:
-        """Run a script with the keys and arguments of its header, by name and in its order.
+        """Run a script with the keys and arguments of its header, named and in order; the prefix is added.
 
-        Returns what the script returns; raises the StoreRefusal of a negative code, ScriptError for other names.
+        Returns what the script returns; raises the StoreRefusal of a negative code, ScriptError for other
+        names.
         """
         script, run = self._registered.get(name) or self._register(name)
         if tuple(keys) != script.keys or tuple(argv) != script.argv:
