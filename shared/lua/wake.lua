@@ -1,7 +1,7 @@
 -- Lets the waiting requests through to a sleeping instance: the first of them wakes it.
 --
 -- KEYS: leader instance_key gateways queue events
--- ARGV: prefix token instance status
+-- ARGV: prefix token instance model status
 -- Returns: how many tickets were granted, or {STALE_LEADER}, {UNKNOWN_INSTANCE}, {WRONG_STATE, state}
 -- Emits: status; inboxes: granted
 -- @include fence
@@ -11,7 +11,7 @@
 -- @include waiting
 -- @include by_gateway
 -- @include grant
-local state, model = unpack(redis.call('HMGET', instance_key, 'state', 'model'))
+local state = redis.call('HGET', instance_key, 'state')
 if not state then
   return { UNKNOWN_INSTANCE }
 end

@@ -199,7 +199,7 @@ class LeaderStore:
         )
         return int(reply)
 
-    async def wake(self, instance: str) -> int:
+    async def wake(self, instance: str, model: str) -> int:
         """SLEEPING → WAKING with the same grants as `ready`: the first of the requests wakes the engine."""
         reply = await self._as_leader(
             "wake",
@@ -209,7 +209,7 @@ class LeaderStore:
                 "queue": self._keys.queue,
                 "events": self._keys.events,
             },
-            {"instance": instance, "status": _status(InstanceState.WAKING)},
+            {"instance": instance, "model": model, "status": _status(InstanceState.WAKING)},
         )
         return int(reply)
 
@@ -230,13 +230,13 @@ class LeaderStore:
         try:
             reply = await self._as_leader(
                 "undrain",
-                keys={
+                {
                     "instance_key": self._keys.instance(instance),
                     "gateways": self._keys.gateways,
                     "queue": self._keys.queue,
                     "events": self._keys.events,
                 },
-                argv={"instance": instance, "status": _status(InstanceState.READY)},
+                {"instance": instance, "status": _status(InstanceState.READY)},
             )
         except WrongState:
             return None
@@ -362,8 +362,8 @@ class LeaderStore:
         """Return the next commands, waiting up to `block_ms` for one; up to three round trips.
 
         The first call also returns what an earlier leader took and did not finish. Each is delivered once to
-        this leader, and again to the next one until `answer` or `done`; after an error or a cancelled call the
-        next one delivers all that is unfinished again, so remember the ids under way.
+        this leader, and again to the next one until `answer` or `done`. After an error or a cancelled call the
+        next call delivers all that is unfinished again: remember the ids of those under way.
         """
         taken = await self._take_commands(limit)
         if taken or block_ms <= 0:

@@ -101,11 +101,11 @@ class Scripts:
         names.
         """
         script, run = self._registered.get(name) or self._register(name)
-        if tuple(keys) != script.keys or tuple(argv) != script.argv:
+        if tuple(keys) != script.keys or tuple(argv) != script.argv[1:]:
             raise ScriptError(
-                f"{name}: called with {[*keys, *argv]}, its header has {[*script.keys, *script.argv]}"
+                f"{name}: {[*keys, *argv]} given, the header says {[*script.keys, *script.argv]}"
             )
-        reply = await run(keys=list(keys.values()), args=list(argv.values()))
+        reply = await run(keys=list(keys.values()), args=[self._prefix, *argv.values()])
         if isinstance(reply, list) and reply and isinstance(reply[0], int) and reply[0] < 0:
             raise refusal(reply[0], reply[1:])
         return reply

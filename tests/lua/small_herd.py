@@ -1,11 +1,14 @@
 """A small herd in Redis for the tests of the scripts."""
 
+from typing import Any
+
+from redis.asyncio import Redis
+
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
-from llamastead.shared.store.records import Granted, Message, Waiting
+from llamastead.shared.store.records import Granted, HeartbeatResult, Message, Waiting
 from llamastead.shared.words import InstanceState, UseKind
-from redis.asyncio import Redis
 
 LIMITS = {"queue_limit": 0, "queue_limit_total": 0}
 
@@ -28,13 +31,19 @@ class Herd:
             await self.beat(gateway)
         return self
 
-    async def beat(self, gateway: str, leases=None, tickets=None, minting=()):  # type: ignore[no-untyped-def]
+    async def beat(
+        self,
+        gateway: str,
+        leases: dict[str, str] | None = None,
+        tickets: dict[str, list[str]] | None = None,
+        minting: tuple[str, ...] = (),
+    ) -> HeartbeatResult:
         self.beats[gateway] = self.beats.get(gateway, 0) + 1
         return await self.gateway.heartbeat(
             gateway, self.beats[gateway], {"host": "here"}, leases or {}, tickets or {}, minting
         )
 
-    async def acquire(self, model: str, ticket: str, gateway: str = "g1", **more) -> Granted | Waiting:  # type: ignore[no-untyped-def]
+    async def acquire(self, model: str, ticket: str, gateway: str = "g1", **more: Any) -> Granted | Waiting:
         return await self.gateway.acquire(model, ticket, gateway, UseKind.INFERENCE, 60_000, **more)
 
     async def start(self, instance: str, model: str, state: InstanceState = InstanceState.LOADING) -> None:

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
+
 from llamastead.shared.store import gateway, leader
 from llamastead.shared.store.errors import Code, StoreRefusal, refusal
 from llamastead.shared.store.scripts import FOLDER, ScriptError, Scripts, load
-from redis.asyncio import Redis
 
 VERBS = sorted(path.stem for path in FOLDER.glob("*.lua"))
 
