@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 
 _LINE_END = re.compile(r"\r\n|\r|\n")
-_HEADER = re.compile(r"\[[ \t]*([^\]]+)\][ \t]*(?:[;#].*)?")
+_HEADER = re.compile(r"\[[ \t]*([^\] \t][^\]]*)\][ \t]*(?:[;#].*)?")
 _KEY = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)[ \t]*=(.*)")
 _BLANK = re.compile(r"[ \t]*(?:[;#].*)?")
 _COMMENT = re.compile(r"(?:^|[ \t])[;#]")
