@@ -1,0 +1,214 @@
+"""The holder from its start to the removal of its folder, with the stub and with the real engine."""
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from holder_kit import PATIENCE_S, Watcher, alive, client, journal, spec_for, until
+
+from llamastead.supervisor.holders import (
+    HolderError,
+    HolderExit,
+    HolderLines,
+    HolderLost,
+    HolderState,
+    HolderStop,
+    kill_recorded,
+    read_record,
+)
+
+Watch = Callable[..., Watcher]
+
+
+def knobs(model: Path, **given: object) -> None:
+    """Set what the stub does with a model."""
+    Path(f"{model}.json").write_text(json.dumps(given))
+
+
+def ready(event: HolderState) -> bool:
+    """Whether a state line says ready."""
+    return event.state == "ready"
+
+
+async def test_an_instance_from_start_to_forget(engine: Path, model: Path, run_dir: Path, watch: Watch):
+    """Start, wait for ready, look at view, record and modes; stop; nothing but the log is left."""
+    watcher = watch()
+    spec = spec_for(run_dir, engine, model)
+    view = await watcher.holders.start(spec)
+    assert (view.phase, view.instance, view.nonce) == ("starting", spec.instance, spec.nonce)
+    assert watcher.holders.model_of(spec.instance) == "tiny"
+    told = await watcher.event(HolderState, ready)
+    assert told.payload["meta"]["n_ctx_train"] == 2048
+    states = [event.state for event in watcher.of(HolderState)]
+    assert states[0] == "loading"
+    assert states[-1] == "ready"
+
+    record = read_record(spec.folder)
+    assert record is not None
+    assert (record.engine_pid, record.nonce, record.address) == (view.pid, spec.nonce, spec.address)
+    assert os.getpgid(record.engine_pid) == record.engine_pid
+    assert json.loads((spec.folder / "intent.json").read_text())["holder_pid"] == record.holder_pid
+    assert "test-key" not in "".join(path.read_text() for path in spec.folder.glob("*.json"))
+    for name in ("e.sock", "h.sock", "record.json"):
+        assert stat.S_IMODE((spec.folder / name).stat().st_mode) & 0o077 == 0
+    async with client(spec) as http:
+        assert (await http.post("/tokenize", json={"content": "hi"})).status_code == 200
+
+    watcher.holders.stop(spec.instance, deadline_s=5)
+    end = await watcher.event(HolderExit)
+    assert (end.code, end.signal, end.phase, end.asked, end.killed) == (0, None, "ready", True, False)
+    assert [event.step for event in watcher.of(HolderStop)] == ["unlinked", "exit"]
+    assert not alive(record.engine_pid)
+    assert spec.folder.exists()
+    watcher.holders.forget(spec.instance)
+    await until(lambda: not spec.folder.exists(), "the folder to go")
+    await until(lambda: not alive(record.holder_pid), "the holder to go")
+    assert "listening" in Path(spec.log_path).read_text()
+    assert watcher.of(HolderLost) == []
+
+
+async def test_a_spare_becomes_the_instance(stub: Path, model: Path, run_dir: Path, watch: Watch):
+    """Start a spare, see that it is the one that holds the instance, and that another start has its own."""
+    watcher = watch()
+    await watcher.holders.start_spare()
+    await watcher.holders.start_spare()
+    spares = list((run_dir / "i").iterdir())
+    first = await watcher.holders.start(spec_for(run_dir, stub, model, "host-1-1"))
+    second = await watcher.holders.start(spec_for(run_dir, stub, model, "host-1-2"))
+    assert [path.name[:6] for path in spares] == ["spare-"]
+    assert sorted(path.name for path in (run_dir / "i").iterdir()) == ["host-1-1", "host-1-2"]
+    assert first.pid != second.pid
+    await watcher.event(HolderState, ready)
+
+
+async def test_a_spare_without_its_supervisor_leaves(run_dir: Path, watch: Watch):
+    """Start a spare and hang up: within seconds its process and its folder are gone."""
+    watcher = watch()
+    await watcher.holders.start_spare()
+    watcher.holders.close()
+    await until(lambda: list((run_dir / "i").iterdir()) == [], "the spare to leave", 12)
+
+
+async def test_a_stale_engine_socket_is_removed(real_engine: Path, model: Path, run_dir: Path, watch: Watch):
+    """Leave a socket file where the engine will bind, which the engine itself would fail on."""
+    watcher = watch()
+    await watcher.holders.start_spare()
+    [spare] = (run_dir / "i").iterdir()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(spare / "e.sock"))
+    await watcher.holders.start(spec_for(run_dir, real_engine, model))
+    await watcher.event(HolderState, ready)
+
+
+async def test_a_socket_path_that_is_too_long_is_refused(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Ask for a socket beyond 107 bytes: the refusal says what to do, nothing is started."""
+    watcher = watch()
+    deep = run_dir / ("d" * 80)
+    with pytest.raises(HolderError, match=r"at most 107 are possible: use a --run-dir .* bytes shorter"):
+        await watcher.holders.start(spec_for(deep, stub, model))
+    assert not deep.exists()
+
+
+async def test_no_instance_opens_a_tcp_port(real_engine: Path, model: Path, run_dir: Path, watch: Watch):
+    """Compare the sockets that the ready engine has open with those in /proc/net/tcp and tcp6."""
+    watcher = watch()
+    view = await watcher.holders.start(spec_for(run_dir, real_engine, model))
+    await watcher.event(HolderState, ready)
+    links = [str(path.readlink()) for path in Path(f"/proc/{view.pid}/fd").iterdir()]
+    ours = {link[len("socket:[") : -1] for link in links if link.startswith("socket:")}
+    tables = (Path(f"/proc/{view.pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    assert ours
+    assert ours & {row[9] for row in rows} == set()
+
+
+async def test_an_engine_that_can_not_be_run(model: Path, run_dir: Path, watch: Watch):
+    """Start a program that does not exist: the exit tells it, as for any other end."""
+    watcher = watch()
+    await watcher.holders.start(spec_for(run_dir, run_dir / "nothing-here", model))
+    end = await watcher.event(HolderExit)
+    assert (end.code, end.phase, end.asked) == (127, "starting", False)
+    assert "No such file or directory" in end.tail[-1]
+
+
+async def test_an_engine_that_dies_at_its_load(real_engine: Path, model: Path, run_dir: Path, watch: Watch):
+    """Cut the model file short: exit code, phase and the decisive lines arrive."""
+    model.write_bytes(model.read_bytes()[:5000])
+    watcher = watch()
+    spec = spec_for(run_dir, real_engine, model)
+    await watcher.holders.start(spec)
+    end = await watcher.event(HolderExit)
+    assert (end.code, end.phase, end.asked) == (1, "loading", False)
+    assert any("failed to load model" in line for line in end.tail)
+    watcher.holders.forget(spec.instance)
+    await until(lambda: not spec.folder.exists(), "the folder to go")
+
+
+async def test_logs_are_bounded_and_pipes_drained(stub: Path, model: Path, run_dir: Path, watch: Watch):
+    """Let the engine write ten times the bound before it loads: two files stay below the bound."""
+    knobs(model, stderr_lines=10_000, crash="ready", crash_text="the very last line")
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model, log_bytes=100_000)
+    await watcher.holders.start(spec)
+    end = await watcher.event(HolderExit)
+    assert len(end.tail) == 50
+    assert end.tail[-1] == "the very last line"
+    log = Path(spec.log_path)
+    sizes = [path.stat().st_size for path in sorted(log.parent.iterdir())]
+    assert [path.name for path in sorted(log.parent.iterdir())] == ["tiny.log", "tiny.log.1"]
+    assert all(size <= 100_000 for size in sizes)
+    assert "the very last line" in log.read_text()
+    assert "ended, exit code 1" in log.read_text().splitlines()[-1]
+    lines = [line for event in watcher.of(HolderLines) for line in event.lines]
+    assert lines[-1] == "the very last line"
+
+
+@pytest.mark.parametrize("end", ["stop", "crash", "kill"])
+async def test_r07_no_helper_of_the_engine_outlives_it(
+    end: str, stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Fork a helper that ignores TERM; end the engine by a stop, a crash and a KILL from outside."""
+    knobs(model, fork_child=True, exit_after=0.05 if end == "crash" else None)
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model)
+    view = await watcher.holders.start(spec)
+    await watcher.event(HolderState, ready)
+    [helper] = [entry["helper"] for entry in journal(model) if entry["event"] == "helper"]
+    assert alive(helper) or end == "crash"
+    if end == "stop":
+        watcher.holders.stop(spec.instance, deadline_s=5)
+    if end == "kill":
+        os.kill(view.pid, 9)
+    told = await watcher.event(HolderExit)
+    assert (told.asked, told.signal) == (end == "stop", 9 if end == "kill" else None)
+    await until(lambda: not alive(helper), "the helper to end", PATIENCE_S)
+
+
+async def test_r13_a_stranger_with_the_same_pid_is_not_killed(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Alter the record's start times, then its boot: nothing is killed; with the true one, all."""
+    knobs(model, fork_child=True)
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model)
+    view = await watcher.holders.start(spec)
+    await watcher.event(HolderState, ready)
+    record = read_record(spec.folder)
+    assert record is not None
+    reused = replace(record, holder_start=1, engine_start=1, nonce="0" * 32)
+    assert kill_recorded(reused) == []
+    assert kill_recorded(replace(record, boot_id="another")) == []
+    assert alive(record.holder_pid)
+    assert alive(view.pid)
+    [helper] = [entry["helper"] for entry in journal(model) if entry["event"] == "helper"]
+    assert sorted(kill_recorded(record)) == sorted([record.holder_pid, view.pid, helper])
+    await until(lambda: not any(map(alive, (record.holder_pid, view.pid, helper))), "all to end")
+    assert kill_recorded(record) == []
+    await watcher.event(HolderLost)
