@@ -1,4 +1,4 @@
-"""The one reader of this process: inbox and `events` in one blocking call, fanned out to whom they concern."""
+"""The one reader of this process: inbox and `events` in one blocking call, fanned out to those concerned."""
 
 import asyncio
 import logging

@@ -23,7 +23,7 @@ def show_model(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def describe(model: CatalogModel) -> dict[str, Any]:
-    """Return a model's entry: the router's fields first, then `path`, `in_cache` and `metadata` of our own."""
+    """Return a model's entry: the router's fields, then `path`, `in_cache` and `metadata` of our own."""
     known = model.metadata
     entry: dict[str, Any] = {
         "id": model.name,
@@ -68,7 +68,7 @@ def _status(model: CatalogModel) -> dict[str, Any]:
 
 
 def model_info(model: CatalogModel) -> dict[str, Any]:
-    """Return the `info` of a loaded model as the router's event stream has it: the engine's own description."""
+    """Return the `info` of a loaded model as the router's event stream has it."""
     return {
         "id": model.name,
         "aliases": [model.name],

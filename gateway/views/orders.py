@@ -1,4 +1,4 @@
-"""POST /models/load and /models/unload, and reload: passed to the supervisor, answered once it has decided."""
+"""POST /models/load and /models/unload: passed to the supervisor, answered once it has decided."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ SUCCESS: dict[str, Any] = {"success": True}
 
 
 async def load_model(catalog: Catalog, commands: Commands, body: bytes) -> dict[str, Any]:
-    """Have a model loaded; success means that its load is under way. Unknown names are a 404, as in the router."""
+    """Have a model loaded; success means that its load is under way. Unknown names are a 404."""
     name = _model_name(_json_object(body))
     model = await _find(catalog, name)
     if model is None:

@@ -9,7 +9,7 @@ LIMITS = ("max_wait", "queue_limit", "queue_limit_total", "queue_timeout")
 
 
 def router_props(settings: Settings, herd: Mapping[str, str]) -> dict[str, Any]:
-    """Return the answer; limits are those the supervisor enforces, so far as this gateway has heard of them."""
+    """Return the answer; limits are those the supervisor enforces, so far as they are known here."""
     return {
         "role": "router",
         "max_instances": int(herd.get("models_max") or settings.models_max),

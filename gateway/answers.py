@@ -1,0 +1,87 @@
+"""The few ways in which the gateway answers a request itself, as plain ASGI messages."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from contextlib import aclosing
+from typing import Any
+
+from llamastead.shared.errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+BODY_LIMIT = 64 * 1024
+
+
+async def send_json(
+    send: Send, status: int, answer: Any, request_id: str, retry_after: int | None = None
+) -> None:
+    """Send a JSON answer with the headers that all of ours carry."""
+    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    if retry_after is not None:
+        headers.append((b"retry-after", str(retry_after).encode()))
+    await send_bytes(send, status, json.dumps(answer, ensure_ascii=False).encode(), headers, request_id)
+
+
+async def send_error(send: Send, error: ApiError, request_id: str) -> None:
+    """Send a refusal in llama-server's shape."""
+    await send_json(send, error.status, error.body(), request_id, error.retry_after)
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]], request_id: str
+) -> None:
+    """Send a whole answer."""
+    framing = [(b"content-length", str(len(body)).encode()), (b"x-request-id", request_id.encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers + framing})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_stream(
+    receive: Receive, send: Send, chunks: AsyncGenerator[bytes], media_type: str, request_id: str
+) -> None:
+    """Send chunks as they come, until they end or the client has gone, and close their source."""
+    headers = [
+        (b"content-type", media_type.encode()),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+        (b"x-request-id", request_id.encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async with asyncio.TaskGroup() as tasks:
+        gone = tasks.create_task(_until_disconnect(receive))
+        pumping = tasks.create_task(_pump(send, chunks))
+        await asyncio.wait((gone, pumping), return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        pumping.cancel()
+
+
+async def _pump(send: Send, chunks: AsyncGenerator[bytes]) -> None:
+    async with aclosing(chunks):
+        # The head goes out at once, before there is anything to tell.
+        await send({"type": "http.response.body", "body": b"", "more_body": True})
+        async for chunk in chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(receive: Receive) -> bytes:
+    """Return the body of a small request; ApiError 413 when it is too big, 400 when the client has left."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the client left before its request was complete")
+        body += message.get("body", b"")
+        if len(body) > BODY_LIMIT:
+            raise ApiError(413, f"the body of this request may have {BODY_LIMIT} bytes")
+        if not message.get("more_body"):
+            return body

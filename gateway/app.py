@@ -1,0 +1,145 @@
+"""The ASGI application of a gateway: request id, key, route, and the answer."""
+
+import logging
+import os
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from urllib.parse import parse_qsl
+
+from redis.exceptions import RedisError
+
+from llamastead.gateway.answers import (
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    send_bytes,
+    send_error,
+    send_json,
+    send_stream,
+)
+from llamastead.gateway.auth import Keys
+from llamastead.gateway.cors import allow_origin, preflight
+from llamastead.gateway.routes import OPEN_PATHS, Access, Route, Router, Serves
+from llamastead.gateway.runtime import Gateway
+from llamastead.gateway.views.health import ALIVE, readiness
+from llamastead.gateway.views.logs import follow, read_tail, wanted_lines
+from llamastead.gateway.views.models import list_models, show_model
+from llamastead.gateway.views.orders import load_model, unload_model
+from llamastead.gateway.views.props import router_props
+from llamastead.gateway.views.queue import show_queue
+from llamastead.shared.errors import ApiError
+from llamastead.shared.store.errors import StoreError
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class App:
+    """Serves the routes of gateway/routes.py: views itself, everything with a model through `proxy`."""
+
+    def __init__(self, gateway: Gateway, proxy: Endpoint, keys: Keys) -> None:
+        self._gateway = gateway
+        self._proxy = proxy
+        self._keys = keys
+        self._router = Router()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. Requires: scope types http and websocket only (the server runs no lifespan)."""
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        request_id, origin = _edge_headers(scope)
+        if origin:
+            send = allow_origin(send, origin)
+        if scope["method"] == "OPTIONS":
+            await preflight(send, request_id)
+            return
+        try:
+            await self._serve(scope, receive, send, request_id)
+        except ApiError as refusal:
+            await send_error(send, refusal, request_id)
+        except (StoreError, RedisError) as problem:
+            log.warning("no answer from Redis", extra={"path": scope["path"], "problem": str(problem)})
+            await send_error(send, ApiError(503, "Redis is not reachable", retry_after=5), request_id)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        path = scope["path"]
+        found = self._router.find(scope["method"], path)
+        if found is None:
+            if path not in OPEN_PATHS:
+                self._keys.check(Access.INFERENCE, scope["headers"])
+            raise ApiError(404, "File Not Found")
+        route, rest = found
+        self._keys.check(route.access, scope["headers"])
+        scope["state"] = {"request_id": request_id, "route": route}
+        if route.serves is Serves.PROXY or (route.serves is Serves.PROPS and _query(scope).get("model")):
+            await self._proxy(scope, receive, send)
+        elif route.serves is Serves.EVENTS:
+            stream = self._gateway.events.stream()
+            await send_stream(receive, send, stream, "text/event-stream", request_id)
+        elif route.serves is Serves.LOGS:
+            await self._logs(scope, receive, send, rest, request_id)
+        else:
+            status, answer = await self._view(route, rest, receive)
+            await send_json(send, status, answer, request_id)
+
+    async def _view(self, route: Route, rest: str, receive: Receive) -> tuple[int, object]:
+        gateway = self._gateway
+        match route.serves:
+            case Serves.HEALTH | Serves.LIVE:
+                return 200, ALIVE
+            case Serves.READY:
+                return readiness(gateway)
+            case Serves.MODELS:
+                return 200, list_models(gateway.catalog)
+            case Serves.MODEL:
+                return 200, show_model(gateway.catalog, rest)
+            case Serves.PROPS:
+                return 200, router_props(gateway.settings, gateway.catalog.herd)
+            case Serves.QUEUE:
+                return 200, await show_queue(gateway.store)
+            case Serves.LOAD:
+                return 200, await load_model(gateway.catalog, gateway.commands, await read_body(receive))
+            case Serves.UNLOAD:
+                return 200, await unload_model(gateway.catalog, gateway.commands, await read_body(receive))
+            case Serves.DISABLED:
+                return 403, {"error": {"message": "this feature is disabled", "type": "feature_disabled"}}
+        raise ApiError(404, "File Not Found")
+
+    async def _logs(self, scope: Scope, receive: Receive, send: Send, name: str, request_id: str) -> None:
+        gateway, query = self._gateway, _query(scope)
+        model = gateway.catalog.resolve(name) or await gateway.catalog.look_again(name)
+        if model is None:
+            raise ApiError(404, f"model '{name}' not found")
+        text, offset = await read_tail(gateway.commands, model.name, wanted_lines(query.get("lines")))
+        media_type = "text/plain; charset=utf-8"
+        if query.get("follow") not in ("1", "true"):
+            headers = [(b"content-type", media_type.encode())]
+            await send_bytes(send, 200, text.encode(), headers, request_id)
+            return
+
+        async def lines() -> AsyncGenerator[bytes]:
+            yield text.encode()
+            async for piece in follow(gateway.commands, model.name, offset, gateway.draining):
+                yield piece.encode()
+
+        await send_stream(receive, send, lines(), media_type, request_id)
+
+
+def _edge_headers(scope: Scope) -> tuple[str, bytes]:
+    """Return the request's id, the client's own if it is a plain word, and its Origin, empty without one."""
+    request_id, origin = "", b""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            request_id = value.decode()
+        elif name == b"origin":
+            origin = value
+    return request_id or os.urandom(12).hex(), origin
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    return dict(parse_qsl(scope["query_string"].decode("latin-1")))

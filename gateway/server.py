@@ -1,0 +1,98 @@
+"""One gateway process as an HTTP server: accepts, serves, and leaves in a fixed order."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from llamastead.gateway.app import App
+from llamastead.gateway.auth import Keys
+from llamastead.gateway.proxy import Proxy
+from llamastead.gateway.runtime import Gateway, open_gateway
+from llamastead.shared.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CUT_PATIENCE_S = 1.0
+KEEP_ALIVE_S = 75
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our own signals and our own order of leaving.
+
+    First signal: readiness says 503, nothing new is accepted, endless event streams end, requests in flight
+    have until the stop-timeout, then they are cut. Second signal: they are cut now.
+    """
+
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+        super().__init__(config)
+        self._gateway = gateway
+        self.cut = 0
+
+    def ask_stop(self) -> None:
+        """Begin to leave; asked again, leave at once."""
+        if self._gateway.draining.is_set():
+            self.force_exit = True
+        self._gateway.draining.set()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `serve`, which only notes them."""
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Leave; `cut` is then the number of requests that did not end by themselves."""
+        for server in self.servers:
+            server.close()
+        self._gateway.events.close()
+        await super().shutdown(sockets)
+        self.cut = len(self.server_state.tasks)
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CUT_PATIENCE_S):
+                await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
+
+
+async def serve(settings: Settings, listener: socket.socket) -> int:
+    """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at start and end, we tell
+    keys = Keys(
+        tuple(sorted(settings.inference_keys())), tuple(key.get_secret_value() for key in settings.admin_keys)
+    )
+    async with open_gateway(settings) as gateway:
+        proxy = Proxy(gateway.catalog, gateway.admission, gateway.pools, settings)
+        config = uvicorn.Config(
+            App(gateway, proxy, keys),
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(settings.stop_timeout),
+        )
+        server = Server(config, gateway)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.ask_stop)
+        log.info("gateway listens", extra={"gateway": gateway.id, "address": _address(listener)})
+        await server.serve([listener])
+        await gateway.pools.close()
+    if server.cut:
+        log.warning("requests were cut", extra={"requests": server.cut})
+    return 1 if server.cut else 0
+
+
+def _address(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    return name if isinstance(name, str) else f"{name[0]}:{name[1]}"
