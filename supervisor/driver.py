@@ -4,15 +4,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 
 from llamastead.shared.store.leader import LeaderStore
+from llamastead.supervisor.board import Board
 from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.core.events import Event, Observed, Tick
 from llamastead.supervisor.core.state import Claims, Demand, State
 from llamastead.supervisor.core.step import step
 from llamastead.supervisor.effects import Effects
-from llamastead.supervisor.waits import WaitBoard
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +21,17 @@ class Driver:
 
     Facts are read (`look`) after the actions of earlier events are carried out, when something told us to,
     and every `reread` seconds in any case: streams and callbacks only say when to look, never what is true.
+    `empty` is set while there is no instance.
     """
 
     def __init__(
-        self, state: State, store: LeaderStore, effects: Effects, clock: RedisClock, reread: float
+        self,
+        state: State,
+        store: LeaderStore,
+        effects: Effects,
+        board: Board,
+        clock: RedisClock,
+        reread: float,
     ) -> None:
         self.state = state
         self._store = store
@@ -34,9 +40,9 @@ class Driver:
         self._reread = reread
         self._events: deque[Event] = deque()
         self._awake = asyncio.Event()
+        self.empty = asyncio.Event()
         self._look_wanted = True
-        self._waits = WaitBoard(store)
-        self._after_look: list[Callable[[], None]] = []
+        self._board = board
 
     def put(self, event: Event) -> None:
         """Tell the core something; it is taken in the order told."""
@@ -58,7 +64,11 @@ class Driver:
                 self._look_wanted = False
                 looked_at = now
                 wake_at = await self._advance(await self._observe())
-            await self._waits.show(self.state, time.monotonic())
+            await self._board.show(self.state, time.monotonic())
+            if self.state.instances:
+                self.empty.clear()
+            else:
+                self.empty.set()
             await self._sleep_until(min(wake_at, looked_at + self._reread))
 
     async def _take_events(self) -> float:

@@ -3,7 +3,6 @@
 import json
 import logging
 import secrets
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +17,7 @@ from llamastead.supervisor.core.actions import Action
 from llamastead.supervisor.core.events import Event
 from llamastead.supervisor.holders import HolderError, Holders
 from llamastead.supervisor.launch import InstanceSpec, LaunchError
+from llamastead.supervisor.running import Running
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Effects:
         answer: Answerer,
         tell: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        running: dict[str, Running],
         host: str,
         number: int,
     ) -> None:
@@ -48,11 +49,9 @@ class Effects:
         self._answer = answer
         self._tell = tell
         self._spawn = spawn
+        self._running = running
         self._host = host
         self._number = number
-        self.specs: dict[str, InstanceSpec] = {}
-        self.metas: dict[str, str] = {}
-        self._spawned_at: dict[str, float] = {}
 
     async def perform(self, action: Action) -> list[Event]:
         """Carry one action out. Errors of Redis or of the store come through and end the reign."""
@@ -110,8 +109,7 @@ class Effects:
                     action.instance, EndClass.FAILED_TO_START, str(error), doomed=True, log=(str(error),)
                 )
             ]
-        self.specs[action.instance] = spec
-        self._spawned_at[action.instance] = time.monotonic()
+        self._running[action.instance] = Running.started(spec)
         await self._put(
             action.instance,
             InstanceState.STARTING,
@@ -131,29 +129,34 @@ class Effects:
 
     async def _launch(self, spec: InstanceSpec) -> None:
         try:
-            await self._holders.start(spec)
+            view = await self._holders.start(spec)
         except HolderError as error:
             self._tell(events.Exited(spec.instance, EndClass.FAILED_TO_START, str(error), log=(str(error),)))
+            return
+        if spec.instance in self._running:
+            self._running[spec.instance].pid = view.pid or 0
+        self._tell(events.Started(spec.instance))
+        try:
+            await self._holders.start_spare()
+        except (HolderError, OSError) as error:
+            log.warning("no spare holder: %s", error)
 
     async def _ready(self, instance: str, model: str) -> int:
-        fields: dict[str, str | int] = {"ready_ms": wall_ms()}
-        spec, spawned_at = self.specs.get(instance), self._spawned_at.pop(instance, None)
-        if spec is not None:
-            fields |= {"address": spec.address, "nonce": spec.nonce}
-        if spawned_at is not None:
-            fields["load_ms"] = round((time.monotonic() - spawned_at) * 1000)
-        meta = self.metas.get(instance)
-        granted = await self._store.ready(
-            instance, model, fields, {"meta": meta, "progress": ""} if meta else None
-        )
+        running = self._running[instance]
+        fields: dict[str, str | int] = {
+            "ready_ms": wall_ms(),
+            "address": running.address,
+            "nonce": running.nonce,
+            "pid": running.pid,
+        }
+        load_ms = running.take_load_ms()
+        if load_ms is not None:
+            fields["load_ms"] = load_ms
+        shown = {"progress": "", "meta": json.dumps(running.meta)}
+        granted = await self._store.ready(instance, model, fields, shown)
         log.info(
             "instance ready",
-            extra={
-                "model": model,
-                "instance": instance,
-                "load_ms": fields.get("load_ms"),
-                "granted": granted,
-            },
+            extra={"model": model, "instance": instance, "load_ms": load_ms, "granted": granted},
         )
         return granted
 
@@ -164,7 +167,7 @@ class Effects:
             return events.StopRefused(instance, 0)
         if isinstance(outcome, Claimed):
             return events.StopRefused(instance, outcome.leases)
-        self._tell_holder_to_stop(instance, force=False)
+        self._holders.stop(instance, None)
         log.info("instance stopping", extra={"instance": instance, "end_class": end_class})
         return events.StopGranted(instance)
 
@@ -183,7 +186,7 @@ class Effects:
         log.warning(
             "instance ended early", extra={"instance": instance, "end_class": end_class, "why": reason}
         )
-        self._tell_holder_to_stop(instance, force=force)
+        self._holders.stop(instance, None, force)
 
     async def _ended(self, action: actions.Ended) -> None:
         tail = "\n".join(action.log)
@@ -208,8 +211,7 @@ class Effects:
             },
         )
         self._holders.forget(action.instance)
-        for known in (self.specs, self.metas, self._spawned_at):
-            known.pop(action.instance, None)
+        self._running.pop(action.instance, None)
 
     async def _put(
         self, instance: str, state: InstanceState, model: str, fields: Mapping[str, str | int]
@@ -219,7 +221,3 @@ class Effects:
     async def _claims(self, instance: str) -> int:
         held = (await self._store.observe()).claims.get(instance)
         return len(held.leases) if held else 0
-
-    def _tell_holder_to_stop(self, instance: str, *, force: bool) -> None:
-        spec = self.specs.get(instance)
-        self._holders.stop(instance, spec.stop_timeout_s if spec else None, force)

@@ -1,0 +1,79 @@
+"""Engine and registry as this supervisor read them last."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+from llamastead.shared.settings import Settings
+from llamastead.supervisor.core.state import ModelSpec
+from llamastead.supervisor.engine import Engine, find_engine
+from llamastead.supervisor.publish import model_spec, registry_revision
+from llamastead.supervisor.registry.load import load_registry
+from llamastead.supervisor.registry.model import ModelEntry, Registry, RegistryError, Sources
+
+log = logging.getLogger(__name__)
+
+
+class Configuration:
+    """What can be served and with which engine. `registry` is replaced whole by `reload`, or stays whole."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
+        """Find the engine and read the registry. Raises EngineError, RegistryError or OptionError."""
+        self.environ = environ
+        self._settings = settings
+        self.engine = find_engine(settings.engine, environ)
+        self._engines: dict[str, Engine] = {}
+        self.registry = self._read()
+
+    def _read(self) -> Registry:
+        sources = Sources(
+            self._settings.models_dir, self._settings.models_preset, self._settings.instance_args
+        )
+        registry = load_registry(sources, self.engine.options)
+        for problem in registry.problems:
+            log.warning("registry: %s", problem)
+        return registry
+
+    def reload(self) -> bool:
+        """Read the registry again; False (and the old one stays) when it is broken, which is logged."""
+        try:
+            self.registry = self._read()
+        except RegistryError as error:
+            log.error("registry not reloaded, the old one stays: %s", error)
+            return False
+        log.info("registry reloaded", extra={"models": len(self.registry.entries)})
+        return True
+
+    def engine_of(self, entry: ModelEntry) -> Engine:
+        """Return the engine an entry names, else the herd's. Raises EngineError."""
+        if entry.engine is None:
+            return self.engine
+        path = str(entry.engine)
+        if path not in self._engines:
+            self._engines[path] = find_engine(entry.engine, self.environ)
+        return self._engines[path]
+
+    def specs(self) -> dict[str, ModelSpec]:
+        """Return what the scheduler needs of every model."""
+        return {
+            name: model_spec(entry, self._settings.unload_after)
+            for name, entry in self.registry.entries.items()
+        }
+
+    def herd_fields(self) -> dict[str, str | int]:
+        """Return the herd's limits and versions, as /props shows them and `acquire` obeys them."""
+        settings = self._settings
+        return {
+            "host": settings.host_id,
+            "models_max": settings.models_max,
+            "autoload": int(settings.models_autoload),
+            "max_wait": str(settings.max_wait),
+            "min_residence": str(settings.min_residence),
+            "queue_limit": settings.queue_limit,
+            "queue_limit_total": settings.queue_limit_total,
+            "queue_timeout": str(settings.queue_timeout),
+            "stop_timeout": str(settings.stop_timeout),
+            "engine": str(self.engine.path),
+            "engine_version": self.engine.version,
+            "registry_revision": registry_revision(self.registry.entries),
+        }

@@ -1,0 +1,163 @@
+"""The supervisor's process: stands by, leads when it can, and lives through losing the lead or Redis."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from llamastead.shared import log as logs
+from llamastead.shared.settings import Settings, SettingsError
+from llamastead.shared.store.connect import check, connect, explain
+from llamastead.shared.store.errors import StaleLeader, StoreError, StoreUnreachable
+from llamastead.shared.store.keys import Keys
+from llamastead.shared.store.leader import LeaderStore
+from llamastead.supervisor.configuration import Configuration
+from llamastead.supervisor.engine import EngineError
+from llamastead.supervisor.epoch import read_epoch, write_epoch
+from llamastead.supervisor.holder_link import HolderEvent
+from llamastead.supervisor.holder_record import instance_folders
+from llamastead.supervisor.holders import Holders
+from llamastead.supervisor.registry.model import RegistryError
+from llamastead.supervisor.registry.options import OptionError
+from llamastead.supervisor.reign import Lead, OverError, Reign
+
+log = logging.getLogger(__name__)
+
+EXIT_CONFIGURATION = 78  # EX_CONFIG of sysexits.h: starting again as things are won't help
+PAUSE_AFTER_TROUBLE_S = 0.5
+
+
+class Supervisor:
+    """Leads when nobody else does. `stop` ends all models and leaves, `leave` leaves them to the holders."""
+
+    def __init__(self, settings: Settings, configuration: Configuration) -> None:
+        self._settings = settings
+        self._configuration = configuration
+        self._redis: Redis = connect(settings.redis_url)
+        self._keys = Keys(settings.redis_prefix)
+        self._epoch_file = settings.run_dir / "epoch"
+        self._reign: Reign | None = None
+        self._holders = Holders(settings.run_dir, self._on_holder_event)
+        self.stop, self.leave, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until told to stop or leave; return the exit code."""
+        for warning in await check(self._redis, self._settings.redis_url):
+            log.warning(warning)
+        duty = asyncio.create_task(self._serve())
+        leaving = asyncio.create_task(self.leave.wait())
+        await asyncio.wait((duty, leaving), return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        duty.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await duty
+        self._holders.close()
+        await self._redis.aclose()
+        return 0
+
+    async def _serve(self) -> None:
+        while not self.stop.is_set():
+            lead = await self._stand_for_election()
+            if lead is not None:
+                await self._lead(lead)
+            elif not self.stop.is_set():
+                await self._wait(self._settings.leader_renew / 3)
+
+    async def _lead(self, lead: Lead) -> None:
+        # What the holders told an earlier reign is told again to this one: adoption starts from connecting.
+        self._holders.close()
+        self._holders.set_leadership(lead.number, True)
+        self._reign = reign = Reign(self._settings, self._configuration, self._redis, self._holders, lead)
+        try:
+            await reign.run(self.stop, self.reload)
+        except* OverError:
+            log.info("all models stopped")
+        except* StaleLeader:
+            log.warning("another supervisor leads now", extra={"number": lead.number})
+        except* (RedisError, StoreError, ConnectionError) as trouble:
+            log.warning("the lead is given up for now: %s", _first(trouble))
+            await self._wait(PAUSE_AFTER_TROUBLE_S)
+        except* Exception:
+            # A bug: this reign's view is not trusted any more; the next starts from the facts.
+            log.exception("the reign broke off")
+            await self._wait(PAUSE_AFTER_TROUBLE_S)
+        finally:
+            self._reign = None
+            self._holders.set_leadership(None, False)
+            if self.leave.is_set():
+                with contextlib.suppress(RedisError, StoreError):
+                    await reign.store.resign()
+
+    async def _stand_for_election(self) -> Lead | None:
+        """Try once to take the lead; a standby stays connected to the holders of this host meanwhile."""
+        token = secrets.token_hex(16)
+        store = LeaderStore(self._redis, self._keys, token)
+        try:
+            number = 1 + max(await store.read_number(), read_epoch(self._epoch_file))
+            info = {"host": self._settings.host_id, "pid": str(os.getpid())}
+            if await store.lead(number, round(self._settings.leader_ttl * 1000), info):
+                if write_epoch(self._epoch_file, number):
+                    return Lead(number, token)
+                await store.resign()
+        except (RedisError, OSError) as error:
+            log.warning(
+                "%s", explain(self._settings.redis_url, error) if isinstance(error, RedisError) else error
+            )
+        for folder in instance_folders(self._settings.run_dir):
+            if not self._holders.knows(folder.name):
+                await self._holders.adopt(folder)
+        return None
+
+    async def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.stop.wait()
+
+    def _on_holder_event(self, instance: str, event: HolderEvent) -> None:
+        if self._reign is not None:
+            self._reign.on_holder_event(instance, event)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def _serve(settings: Settings, configuration: Configuration) -> int:
+    supervisor = Supervisor(settings, configuration)
+    loop = asyncio.get_running_loop()
+    for number, event in (
+        (signal.SIGTERM, supervisor.stop),
+        (signal.SIGINT, supervisor.stop),
+        (signal.SIGUSR1, supervisor.leave),
+        (signal.SIGHUP, supervisor.reload),
+    ):
+        loop.add_signal_handler(number, event.set)
+    return await supervisor.run()
+
+
+def run(settings: Settings) -> int:
+    """Run a supervisor until it is told to end; return its exit code.
+
+    SIGTERM and SIGINT stop all models first. SIGUSR1 leaves them to the next supervisor: they end after the
+    orphan grace if none comes. SIGHUP reads the registry again. Exit code 78: a wrong setting, registry or
+    engine.
+    """
+    logs.setup(settings.log_level, settings.log_format, "supervisor")
+    try:
+        settings.check_socket_paths()
+        (settings.run_dir / "i").mkdir(parents=True, exist_ok=True, mode=0o700)
+        configuration = Configuration(settings)
+    except (SettingsError, RegistryError, EngineError, OptionError) as error:
+        log.error("%s", error)
+        return EXIT_CONFIGURATION
+    try:
+        return asyncio.run(_serve(settings, configuration))
+    except StoreUnreachable as error:
+        log.error("%s", error)
+        return 1

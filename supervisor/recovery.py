@@ -1,0 +1,134 @@
+"""The start of a reign: every instance from before is found, verified and adopted, or cleaned up."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamastead.shared.clock import wall_ms
+from llamastead.shared.store.gateway import GatewayStore
+from llamastead.shared.store.leader import LeaderStore
+from llamastead.shared.words import EndClass, InstanceState
+from llamastead.supervisor.clock import RedisClock
+from llamastead.supervisor.core.events import Adopted, Event, Found
+from llamastead.supervisor.holder_link import HolderView
+from llamastead.supervisor.holder_record import instance_folders, remove_folder
+from llamastead.supervisor.holders import Holders
+from llamastead.supervisor.news import end_recorded
+from llamastead.supervisor.running import Running
+
+log = logging.getLogger(__name__)
+
+S = InstanceState
+_OF_PHASE = {
+    "starting": S.STARTING,
+    "loading": S.LOADING,
+    "ready": S.READY,
+    "sleeping": S.SLEEPING,
+    "stopping": S.STOPPING,
+    "exited": S.STOPPING,
+}
+# What Redis says and the engine can't know: nobody new is let in, or nobody at all.
+_DECIDED = frozenset({S.DRAINING, S.STOPPING, S.STOP_FAILED})
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Brings core, Redis and holders in line. `host` is ours: instances of other hosts are left alone."""
+
+    run_dir: Path
+    host: str
+    number: int
+    reads: GatewayStore
+    store: LeaderStore
+    holders: Holders
+    clock: RedisClock
+    running: dict[str, Running]
+    tell: Callable[[Event], None]
+
+    async def run(self) -> int:
+        """Adopt what lives and return how many; one bad record does not stop the others."""
+        facts = await self.store.observe()
+        self.clock.seen(facts.now_ms)
+        records = {i: f for i, f in (await self.reads.read_instances()).items() if f.get("host") == self.host}
+        for instance, record in records.items():
+            self.tell(Found(instance, record["model"], record.get("revision", "")))
+        adopted = set()
+        for folder in instance_folders(self.run_dir):
+            view = await self.holders.adopt(folder)
+            if view is None:
+                await self._clean(folder)
+            elif view.instance is not None:
+                leases = facts.claims.get(view.instance)
+                await self._adopt(view, records.get(view.instance, {}), len(leases.leases) if leases else 0)
+                adopted.add(view.instance)
+        for instance in records.keys() - adopted:
+            await self._lost(instance)
+        return len(adopted)
+
+    async def _adopt(self, view: HolderView, record: Mapping[str, str], leases: int) -> None:
+        assert view.instance is not None
+        assert view.model is not None
+        state = self._state(view, record)
+        self.running[view.instance] = Running.adopted(view)
+        fields: dict[str, str | int] = {
+            "model": view.model,
+            "host": self.host,
+            "address": view.address or "",
+            "nonce": view.nonce or "",
+            "revision": view.revision or "",
+            "pid": view.pid or 0,
+            "epoch": self.number,
+        }
+        if "started_ms" not in record:
+            fields["started_ms"] = wall_ms()
+        # READY is a script's to write, since it grants the waiting tickets with it.
+        shown = S.RECOVERING if state is S.READY and record.get("state") != S.READY else state
+        await self.store.put_instance(view.instance, fields | {"state": shown}, view.model, {})
+        if state is S.READY:
+            meta = {"meta": json.dumps(view.ready_payload)} if view.ready_payload else {}
+            await self.store.ready(view.instance, view.model, {}, meta)
+        log.info(
+            "instance adopted",
+            extra={"model": view.model, "instance": view.instance, "pid": view.pid, "state": state},
+        )
+        self.tell(self._adopted(view, record, state, leases))
+
+    def _adopted(
+        self, view: HolderView, record: Mapping[str, str], state: InstanceState, leases: int
+    ) -> Adopted:
+        now_ms = wall_ms()
+        started_ms = int(record.get("started_ms") or now_ms)
+        ready_ms = int(record.get("ready_ms") or 0)
+        used_ms = int(record.get("last_used_ms") or 0)
+        return Adopted(
+            instance=view.instance or "",
+            model=view.model or "",
+            revision=view.revision or "",
+            state=state,
+            started_at=self.clock.monotonic(started_ms),
+            ready_at=self.clock.monotonic(ready_ms) if ready_ms else None,
+            load_time=int(record.get("load_ms") or 0) / 1000,
+            leases=leases,
+            last_used=self.clock.monotonic(used_ms) if used_ms else None,
+            ordered=state is S.DRAINING,
+            end_class=EndClass(record.get("end_class") or EndClass.STOPPED),
+        )
+
+    def _state(self, view: HolderView, record: Mapping[str, str]) -> InstanceState:
+        told = _OF_PHASE.get(view.phase, S.LOADING)
+        decided = record.get("state")
+        if told is S.LOADING and decided in (S.READY, S.SLEEPING, S.WAKING):
+            return S.WAKING
+        return S(decided) if decided in _DECIDED else told
+
+    async def _clean(self, folder: Path) -> None:
+        """An intent without a holder: end what the record names, if anything, and remove the folder."""
+        log.warning("instance without a holder: cleaning up", extra={"instance": folder.name})
+        if await end_recorded(folder):
+            remove_folder(folder)
+
+    async def _lost(self, instance: str) -> None:
+        log.warning("instance is gone", extra={"instance": instance})
+        await self.store.ended(instance, EndClass.LOST, None, "it was gone when the supervisor looked for it")
