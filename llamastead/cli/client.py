@@ -1,0 +1,109 @@
+"""The HTTP side of the client commands: which gateway, with which key, and errors in one readable line."""
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from llamastead.shared.settings import load_settings
+from llamastead.up.folder import gateway_note_path, http_place
+
+START_HINT = "start it with `llamastead up`, or give --url"
+PATIENCE_S = 30.0
+
+
+class ClientError(Exception):
+    """A command could not be carried out; the message says why and what to do."""
+
+
+def add_client_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which gateway a command talks to."""
+    group = parser.add_argument_group("which gateway (default: the one `llamastead up` runs on this machine)")
+    group.add_argument("--url", default=os.environ.get("LLAMASTEAD_URL"), help="its address (LLAMASTEAD_URL)")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("LLAMASTEAD_API_KEY"),
+        help="key to show, an admin one to load, unload or read logs (LLAMASTEAD_API_KEY)",
+    )
+    group.add_argument("--run-dir", metavar="PATH", help="run folder of that `up` (LLAMASTEAD_RUN_DIR)")
+
+
+class Client:
+    """Speaks to one gateway."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url
+        base, socket_path = http_place(url)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        transport = httpx.HTTPTransport(uds=socket_path)
+        self._http = httpx.Client(base_url=base, headers=headers, transport=transport, timeout=PATIENCE_S)
+
+    @classmethod
+    def of(cls, parsed: argparse.Namespace) -> "Client":
+        """Return the client that the flags ask for. Raises ClientError when no gateway is known."""
+        if parsed.url:
+            url = (
+                parsed.url
+                if parsed.url.startswith(("http://", "https://", "unix:"))
+                else f"http://{parsed.url}"
+            )
+            return cls(url, parsed.api_key)
+        run_dir = load_settings({"run_dir": parsed.run_dir} if parsed.run_dir else {}).run_dir
+        try:
+            note = json.loads(gateway_note_path(run_dir).read_text())
+        except (OSError, ValueError):
+            raise ClientError(f"no Llamastead runs with the run folder {run_dir}: {START_HINT}") from None
+        return cls(note["url"], parsed.api_key or note["key"])
+
+    def get(self, path: str, **params: str) -> Any:
+        """Return the JSON that a GET answers. Raises ClientError."""
+        with self._readable_errors():
+            return _checked(self._http.get(path, params=params)).json()
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the JSON that a POST of JSON answers. Raises ClientError."""
+        with self._readable_errors():
+            return _checked(self._http.post(path, json=body)).json()
+
+    def lines(self, path: str, **params: str) -> Iterator[str]:
+        """Yield the lines of an answer as they come, however long that takes. Raises ClientError."""
+        timeout = httpx.Timeout(PATIENCE_S, read=None)
+        with (
+            self._readable_errors(),
+            self._http.stream("GET", path, params=params, timeout=timeout) as answer,
+        ):
+            if not answer.is_success:
+                answer.read()
+            yield from _checked(answer).iter_lines()
+
+    @contextlib.contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.InvalidURL as error:
+            raise ClientError(f"{self.url} is no address: {error}") from None
+        except httpx.ConnectError:
+            raise ClientError(f"nothing answers at {self.url}: {START_HINT}") from None
+        except httpx.TimeoutException:
+            raise ClientError(f"{self.url} gave no answer within {PATIENCE_S:g} s") from None
+        except httpx.HTTPError as error:
+            raise ClientError(f"{self.url} broke off: {error}") from None
+        except ValueError:
+            raise ClientError(f"{self.url} answers, but not as Llamastead does: check --url") from None
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+    if answer.is_success:
+        return answer
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"{answer.reason_phrase or 'no reason given'} ({answer.status_code})"
+    if answer.status_code in (401, 403):
+        message += ": give --api-key or set LLAMASTEAD_API_KEY"
+    raise ClientError(message)

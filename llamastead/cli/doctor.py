@@ -1,0 +1,174 @@
+"""`llamastead doctor`: whether this machine can run a herd, fact by fact."""
+
+import argparse
+import asyncio
+import platform
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.metadata import version
+
+from rich.text import Text
+
+from llamastead.cli.output import print_json, print_table
+from llamastead.shared.settings import Settings, SettingsError
+from llamastead.shared.store.connect import check, connect, redact
+from llamastead.shared.store.errors import StoreUnreachable
+from llamastead.supervisor.engine import Engine, EngineError, find_engine
+from llamastead.supervisor.registry.load import load_registry
+from llamastead.supervisor.registry.model import RegistryError, Sources
+from llamastead.supervisor.selftest import self_test
+from llamastead.up.folder import StartError, gateway_note_path, prepare_run_folder
+from llamastead.up.valkey import find_valkey
+
+FILES_ENOUGH = 4096  # two descriptors a stream, and hundreds of clients
+FILES_LEAST = 1024
+DEVICES_PATIENCE_S = 30.0
+
+
+class Verdict(StrEnum):
+    """What a fact means for a herd."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+COLOURS = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    what: str
+    verdict: Verdict
+    text: str
+
+
+def doctor(settings: Settings, parsed: argparse.Namespace) -> int:
+    """Print all findings; 1 when one of them keeps a herd from running."""
+    findings = list(_findings(settings))
+    if parsed.json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        print_table(
+            ("check", "verdict", "finding"),
+            [(f.what, Text(f.verdict, style=COLOURS[f.verdict]), f.text) for f in findings],
+        )
+    return int(any(finding.verdict is Verdict.FAIL for finding in findings))
+
+
+def _findings(settings: Settings) -> Iterator[Finding]:
+    yield _platform()
+    yield Finding("llamastead", Verdict.OK, f"{version('llamastead')}, Python {platform.python_version()}")
+    yield _run_folder(settings)
+    yield from _engine(settings)
+    yield asyncio.run(_redis(settings))
+    yield _open_files()
+
+
+def _platform() -> Finding:
+    here = f"{platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Finding("platform", Verdict.FAIL, f"{here}: Llamastead runs on Linux")
+    if platform.machine() != "x86_64":
+        return Finding(
+            "platform", Verdict.WARN, f"{here}: bring an engine (--engine) and a Redis (--redis-url)"
+        )
+    return Finding("platform", Verdict.OK, here)
+
+
+def _run_folder(settings: Settings) -> Finding:
+    try:
+        settings.check_socket_paths()
+        prepare_run_folder(settings.run_dir)
+    except SettingsError as error:
+        return Finding("run folder", Verdict.FAIL, str(error))
+    return Finding("run folder", Verdict.OK, str(settings.run_dir))
+
+
+def _engine(settings: Settings) -> Iterator[Finding]:
+    try:
+        engine = find_engine(settings.engine)
+    except EngineError as error:
+        yield Finding("engine", Verdict.FAIL, str(error))
+        return
+    yield Finding("engine", Verdict.OK, f"{engine.version} at {engine.path}")
+    try:
+        self_test(engine, settings.run_dir)
+        yield Finding("engine runs", Verdict.OK, "it loads a model on this processor")
+    except (EngineError, OSError) as error:
+        yield Finding("engine runs", Verdict.FAIL, str(error))
+    yield _devices(engine)
+    yield _models(settings, engine)
+
+
+def _devices(engine: Engine) -> Finding:
+    try:
+        asked = subprocess.run(
+            [engine.path, "--list-devices"],
+            capture_output=True,
+            text=True,
+            timeout=DEVICES_PATIENCE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("devices", Verdict.WARN, f"the engine did not list them: {error}")
+    _, _, listed = asked.stdout.partition("Available devices:")
+    devices = [line.strip() for line in listed.splitlines() if line.strip() and "(none)" not in line]
+    return Finding("devices", Verdict.OK, "; ".join(devices) or "no GPU: models run on the processor")
+
+
+def _models(settings: Settings, engine: Engine) -> Finding:
+    sources = Sources(settings.models_dir, settings.models_preset, settings.instance_args)
+    try:
+        registry = load_registry(sources, engine.options)
+    except RegistryError as error:
+        return Finding("models", Verdict.FAIL, str(error))
+    count = f"{len(registry.entries)} found"
+    if registry.problems:
+        return Finding("models", Verdict.WARN, f"{count}; {'; '.join(map(str, registry.problems))}")
+    return Finding("models", Verdict.OK, count)
+
+
+async def _redis(settings: Settings) -> Finding:
+    url = settings.redis_url
+    client = connect(url)
+    try:
+        warnings = await check(client, url)
+    except StoreUnreachable as error:
+        if settings.embedded_redis and not gateway_note_path(settings.run_dir).exists():
+            return _embedded_redis()
+        return Finding("redis", Verdict.FAIL, str(error))
+    finally:
+        await client.aclose()
+    return Finding(
+        "redis", Verdict.WARN if warnings else Verdict.OK, "; ".join(warnings) or f"{redact(url)} answers"
+    )
+
+
+def _embedded_redis() -> Finding:
+    """Nothing runs yet: what counts is whether `up` could start it."""
+    try:
+        find_valkey()
+    except StartError as error:
+        return Finding("redis", Verdict.FAIL, str(error))
+    return Finding("redis", Verdict.OK, "an embedded Valkey comes with `llamastead up`")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} at once"
+    if soft < FILES_LEAST:
+        return Finding(
+            "open files", Verdict.FAIL, f"{text}: too few; raise it, `ulimit -n {min(hard, FILES_ENOUGH)}`"
+        )
+    if soft < FILES_ENOUGH:
+        return Finding(
+            "open files", Verdict.WARN, f"{text}, enough for a few hundred clients; `ulimit -n` raises it"
+        )
+    return Finding("open files", Verdict.OK, text)

@@ -1,0 +1,165 @@
+"""The command `llamastead`: its subcommands, and errors in one line that says what to do next."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from llamastead.cli import models, roles
+from llamastead.cli.client import ClientError, add_client_flags
+from llamastead.cli.doctor import doctor
+from llamastead.cli.events import events
+from llamastead.cli.flags import Parser, UsageError, add_setting_flags, given_settings, split_words
+from llamastead.cli.output import complain
+from llamastead.cli.redis_shell import redis_shell
+from llamastead.shared.ports import ListenError
+from llamastead.shared.settings import Settings, SettingsError, load_settings
+from llamastead.shared.store.errors import StoreUnreachable
+from llamastead.supervisor.engine import EngineError
+from llamastead.supervisor.registry.model import RegistryError
+from llamastead.up.folder import StartError
+
+USAGE = 2
+CONFIG = 78  # EX_CONFIG: starting again can't help
+INTERRUPTED = 130
+ABOUT = "Many llama.cpp models behind one port: loaded on demand, never cutting a running answer."
+EXAMPLES = """examples:
+  llamastead up --models-dir ~/models            serve a folder of GGUF files on 127.0.0.1:8080
+  llamastead up --models-preset models.ini -c 8192 -ngl 99
+  llamastead ps                                  what is loaded
+  llamastead logs -f                             what the running models say
+  llamastead doctor                              can this machine run it, and if not, why
+
+each command has its own --help."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    words = list(sys.argv[1:] if words is None else words)
+    try:
+        return _run(words)
+    except UsageError as error:
+        complain(str(error))
+        return USAGE
+    except (SettingsError, EngineError, RegistryError) as error:
+        complain(str(error))
+        return CONFIG
+    except (StartError, ListenError, StoreUnreachable, ClientError) as error:
+        complain(str(error))
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read us has left; the interpreter's own complaint helps nobody
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = _parsers()
+    name = words[0] if words else ""
+    if name in roles.ROLES:
+        return roles.run(name, commands[name], words[1:])
+    if name == "redis":
+        return _redis(commands[name], words[1:])
+    parsed = parser.parse_args(words)
+    if "run" not in parsed:
+        parser.print_help()
+        return USAGE
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
+
+
+def _redis(parser: argparse.ArgumentParser, words: list[str]) -> int:
+    """Take our flags only before the first other word: what follows is redis-cli's, whatever it is called."""
+    ours, rest = split_words(parser, words, leading=True)
+    return redis_shell(load_settings(given_settings(parser.parse_args(ours))), rest)
+
+
+def _with_settings(run: Callable[[Settings, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    return lambda parsed: run(load_settings(given_settings(parsed)), parsed)
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
+    parser = Parser(prog="llamastead", description=ABOUT, epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"llamastead {version('llamastead')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+
+    def add(
+        name: str, text: str, epilog: str, run: Callable[[argparse.Namespace], int] | None = None
+    ) -> Parser:
+        made: Parser = commands.add_parser(name, help=text, description=text, epilog=f"examples:\n{epilog}")
+        made.set_defaults(run=run)
+        return made
+
+    for role, (text, epilog) in roles.ROLES.items():
+        roles.add_flags(role, add(role, text, epilog))
+
+    made = add(
+        "ps", "show all models, those in memory first", "  llamastead ps\n  llamastead ps --json", models.ps
+    )
+    _client(made)
+    made = add("load", "load models and wait until they are", "  llamastead load gemma qwen", models.load)
+    made.add_argument("models", nargs="+", metavar="MODEL")
+    made.add_argument("--no-wait", action="store_true", help="return once the load is under way")
+    _client(made, json=False)
+    made = add(
+        "unload",
+        "unload models once they are idle",
+        "  llamastead unload gemma\n  llamastead unload --all",
+        models.unload,
+    )
+    made.add_argument("models", nargs="*", metavar="MODEL")
+    made.add_argument("--all", action="store_true", help="all that are loaded")
+    made.add_argument("--force", action="store_true", help="cut running answers")
+    made.add_argument("--no-wait", action="store_true", help="return once the order is given")
+    _client(made, json=False)
+    made = add(
+        "logs", "print what models wrote", "  llamastead logs gemma\n  llamastead logs -f", models.logs
+    )
+    made.add_argument("model", nargs="?", metavar="MODEL", help="default: all that run")
+    _follow(made, 100)
+    _client(made, json=False)
+    made = add(
+        "queue",
+        "show who waits for which model",
+        "  llamastead queue\n  llamastead queue --json",
+        models.show_queue,
+    )
+    _client(made)
+    made = add(
+        "events",
+        "print what happened in the herd, from its Redis",
+        "  llamastead events -f\n  llamastead events -n 1000 --json",
+        _with_settings(events),
+    )
+    _follow(made, 50)
+    made.add_argument("--json", action="store_true", help="one JSON object a line")
+    add_setting_flags(made, ("redis_url", "redis_prefix", "run_dir"))
+    made = add(
+        "doctor",
+        "check whether this machine can run a herd",
+        "  llamastead doctor\n  llamastead doctor --models-preset models.ini",
+        _with_settings(doctor),
+    )
+    made.add_argument("--json", action="store_true", help="print JSON")
+    add_setting_flags(made, ("engine", "models_dir", "models_preset", "redis_url", "run_dir"))
+    made = add(
+        "redis",
+        "open redis-cli on the herd's Redis, or run one command there",
+        "  llamastead redis\n  llamastead redis HGETALL llamastead:herd",
+    )
+    add_setting_flags(made, ("redis_url", "run_dir"))
+    return parser, dict(commands.choices)
+
+
+def _client(parser: Parser, json: bool = True) -> None:
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    add_client_flags(parser)
+
+
+def _follow(parser: Parser, lines: int) -> None:
+    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=lines, metavar="N", help=f"how many (default {lines})"
+    )

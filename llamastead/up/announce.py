@@ -1,0 +1,113 @@
+"""What `up` tells the person who started it: engine, models, address, and when it can be used."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+
+import httpx
+from redis.exceptions import RedisError
+
+from llamastead.shared.settings import Settings
+from llamastead.shared.store.connect import connect
+from llamastead.shared.store.gateway import GatewayStore
+from llamastead.shared.store.keys import Keys
+from llamastead.supervisor.engine import Engine
+from llamastead.up.folder import http_place
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+LONG_S = 15.0  # after which the wait for a leader is worth a line
+
+
+def say(text: str) -> None:
+    """Print a line at once; a closed standard output is nobody's problem."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
+class Announcer:
+    """Follows the start and prints each fact once it is true."""
+
+    def __init__(self, settings: Settings, engine: Engine | None, url: str | None) -> None:
+        """`engine` and `url` are None where the supervisor or the gateway does not run here."""
+        self.settings = settings
+        self.engine = engine
+        self.url = url
+        self.began = time.monotonic()
+
+    def begin(self) -> None:
+        """Print what is known before anything runs."""
+        say(f"llamastead {version('llamastead')}, run folder {self.settings.run_dir}")
+        if self.engine is not None:
+            say(f"engine     {self.engine.version} at {self.engine.path}")
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Pass on what was found odd."""
+        for warning in warnings:
+            log.warning(warning)
+
+    async def follow(self, supervisor_pid: Callable[[], int | None]) -> None:
+        """Print when the supervisor leads, which models there are, and when the gateway answers."""
+        models: Mapping[str, Mapping[str, str]] = {}
+        if self.engine is not None:
+            models = await self._await_supervisor(supervisor_pid)
+            say(f"models     {_per_source(models)}")
+            say(f"supervisor ready after {time.monotonic() - self.began:.1f} s")
+        if self.url is not None:
+            place, socket_path = http_place(self.url)
+            await self._await_gateway(place, socket_path)
+            say(f"listening  {self.url}")
+            if shown := next((name for name, fields in models.items() if fields.get("hidden") != "1"), None):
+                say(f"try        {self._example(place, socket_path, shown)}")
+
+    async def _await_supervisor(self, pid: Callable[[], int | None]) -> Mapping[str, Mapping[str, str]]:
+        keys = Keys(self.settings.redis_prefix)
+        client = connect(self.settings.redis_url)
+        store = GatewayStore(client, keys)
+        told = False
+        try:
+            while True:
+                with contextlib.suppress(RedisError):
+                    leader = await client.hgetall(keys.leadership)
+                    leads = leader.get("host") == self.settings.host_id and leader.get("pid") == str(pid())
+                    if leads and await client.hexists(keys.herd, "incarnation"):
+                        return await store.read_models()
+                    if not told and time.monotonic() - self.began > LONG_S:
+                        told = True
+                        log.warning("the supervisor does not lead yet", extra={"leader": leader or "nobody"})
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await client.aclose()
+
+    async def _await_gateway(self, place: str, socket_path: str | None) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=socket_path)
+        async with httpx.AsyncClient(transport=transport, timeout=2.0) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await client.get(f"{place}/readyz")).is_success:
+                        return
+                await asyncio.sleep(LOOK_S)
+
+    def _example(self, place: str, socket_path: str | None, model: str) -> str:
+        body = json.dumps(
+            {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False
+        )
+        key = " -H 'Authorization: Bearer YOUR-KEY'" if self.settings.inference_keys() else ""
+        dial = f"--unix-socket {shlex.quote(socket_path)} " if socket_path else ""
+        kind = "-H 'Content-Type: application/json'"
+        return f"curl {dial}{place}/v1/chat/completions{key} {kind} -d {shlex.quote(body)}"
+
+
+def _per_source(models: Mapping[str, Mapping[str, str]]) -> str:
+    counts = Counter(fields.get("source", "?") for fields in models.values())
+    listed = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items()))
+    return listed or "none: give --models-dir or --models-preset"

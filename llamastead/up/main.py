@@ -1,0 +1,136 @@
+"""`llamastead up`: the whole herd of one machine in the foreground, or one role of it."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from llamastead.shared.ports import listen
+from llamastead.shared.settings import ENV_PREFIX, Settings
+from llamastead.shared.store.connect import check, connect
+from llamastead.shared.store.errors import StoreUnreachable
+from llamastead.supervisor.engine import Engine, find_engine
+from llamastead.supervisor.selftest import self_test
+from llamastead.up.announce import Announcer
+from llamastead.up.folder import GatewayNote, RunLock, StartError, prepare_run_folder, remove_sockets
+from llamastead.up.loop import Loop
+from llamastead.up.program import Program
+from llamastead.up.valkey import await_answer, await_predecessor, valkey_program
+
+ROLES = ("supervisor", "worker", "gateway")
+ROLE_COMMAND = (sys.executable, "-m", "llamastead")
+REDIS_PATIENCE_S = 5.0
+
+
+def run(settings: Settings, only: str | None = None) -> int:
+    """Run the herd, or the role `only`, until a signal ends it; return the exit code.
+
+    Raises SettingsError, EngineError, ListenError or StartError when it can't start; nothing runs then.
+    """
+    roles = ROLES if only is None else (only,)
+    prepare_run_folder(settings.run_dir)
+    if "supervisor" not in roles:
+        # A single gateway or worker may join the herd whose `up` holds the folder.
+        return Up(settings, roles).run()
+    settings.check_socket_paths()
+    lock = RunLock(settings.run_dir)
+    try:
+        return Up(settings, roles).run()
+    finally:
+        remove_sockets(settings.run_dir)
+        lock.release()
+
+
+class Up:
+    """One run of `up`."""
+
+    def __init__(self, settings: Settings, roles: tuple[str, ...]) -> None:
+        """Take the port and try the engine."""
+        self.settings = settings
+        self.embeds_redis = settings.embedded_redis and roles == ROLES
+        self.listener = listen(settings.host, settings.port) if "gateway" in roles else None
+        self.note: GatewayNote | None = None
+        engine = _tried_engine(settings) if "supervisor" in roles else None
+        self.loop = Loop(self._programs(roles), settings.stop_timeout)
+        self.announcer = Announcer(settings, engine, url_of(self.listener) if self.listener else None)
+
+    def run(self) -> int:
+        """Run until stopped and return the exit code."""
+        try:
+            return asyncio.run(self._run())
+        finally:
+            self._stopping()
+
+    async def _run(self) -> int:
+        self.announcer.begin()
+        if self.listener is not None:
+            self.note = GatewayNote(self.settings, url_of(self.listener))
+        if self.embeds_redis:
+            await await_predecessor(self.settings)
+        return await self.loop.run(self._redis_up, self._started, self._stopping)
+
+    async def _redis_up(self) -> None:
+        if self.embeds_redis:
+            await await_answer(self.settings)
+        url = self.settings.redis_url
+        client = connect(url, socket_timeout=REDIS_PATIENCE_S, connect_timeout=REDIS_PATIENCE_S)
+        try:
+            self.announcer.warn(await check(client, url))
+        except StoreUnreachable as error:
+            raise StartError(str(error)) from None
+        finally:
+            await client.aclose()
+
+    async def _started(self) -> None:
+        await self.announcer.follow(lambda: self.loop.pid_of("supervisor"))
+
+    def _stopping(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            if self.settings.host.endswith(".sock"):
+                Path(self.settings.host).unlink(missing_ok=True)
+        if self.note is not None:
+            self.note.remove()
+
+    def _programs(self, roles: tuple[str, ...]) -> list[Program]:
+        inherited = {k: v for k, v in os.environ.items() if k != f"{ENV_PREFIX}LISTEN_FD"}
+        env = inherited | self.settings.child_env()
+        programs = [valkey_program(self.settings)] if self.embeds_redis else []
+        if "supervisor" in roles:
+            # KILL, not TERM: when `up` is killed its instances stay, for the next one to adopt.
+            programs.append(_role("supervisor", "supervisor", env, signal.SIGKILL))
+        if "worker" in roles:
+            programs.append(_role("worker", "worker", env))
+        if self.listener is not None:
+            fd = self.listener.fileno()
+            listening = env | {f"{ENV_PREFIX}LISTEN_FD": str(fd)}
+            names = [f"gateway-{k}" for k in range(1, self.settings.gateways + 1)]
+            programs += [_role("gateway", name, listening, pass_fds=(fd,)) for name in names]
+        return programs
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL under which this machine reaches a listening socket, `unix:<path>` for a unix one."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    address, port = listener.getsockname()[:2]
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - what we listen on
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+
+
+def _role(
+    role: str,
+    name: str,
+    env: dict[str, str],
+    leash: signal.Signals = signal.SIGTERM,
+    pass_fds: tuple[int, ...] = (),
+) -> Program:
+    return Program(role, name, (*ROLE_COMMAND, role), env, leash, pass_fds)
+
+
+def _tried_engine(settings: Settings) -> Engine:
+    engine = find_engine(settings.engine)
+    self_test(engine, settings.run_dir)
+    return engine
