@@ -3,18 +3,18 @@
 import re
 import signal as signals
 from collections.abc import Sequence
-from typing import Protocol
 
 from llamastead.shared.words import EndClass
+from llamastead.supervisor.holder_link import HolderExit
 
 # What the engine says when memory ran out, on the host or on a device.
 _OUT_OF_MEMORY = re.compile(
-    r"unable to allocate \S+ buffer|insufficient memory|failed to allocate buffer|Cannot allocate memory"
-    r"|out of memory|failed to allocate \S+ buffer|std::bad_alloc|ErrorOutOf(?:Device|Host)Memory",
+    r"unable to allocate \S+ buffer|insufficient memory|failed to allocate(?: \S+)? buffer"
+    r"|Cannot allocate memory|out of memory|std::bad_alloc|ErrorOutOf(?:Device|Host)Memory",
     re.IGNORECASE,
 )
-# Lines that say what was wrong, most telling first.
-_TELLING = [
+# What no second start would change: the files, the arguments or the engine itself are at fault.
+_LASTING = tuple(
     re.compile(pattern)
     for pattern in (
         r"error while loading shared libraries: .*",
@@ -22,21 +22,27 @@ _TELLING = [
         r"invalid argument: .*",
         r"error while handling (?:argument|environment variable) .*",
         r"expected value for argument.*",
-        r"couldn't bind HTTP server socket.*",
         r"failed to open GGUF file .*",
         r"unknown model architecture: .*",
         r"tensor '.*' data is not within the file bounds.*",
-        r"failed to load multimodal model.*",
-        r"failed to reload model after sleeping.*",
         r"illegal split file.*",
         r"failed to read key-value pairs.*",
+        r"failed to load multimodal model.*",
+    )
+)
+# What may pass: a second start is worth a try.
+_PASSING = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"couldn't bind HTTP server socket.*",
+        r"failed to reload model after sleeping.*",
         r"GGML_ASSERT\(.*",
-        r"(?:CUDA|ROCm|HIP) error.*",
+        r"(?:CUDA|ROCm|HIP|Vulkan) error.*",
         r"failed to load model from .*",
         r"error: .*",
     )
-]
-_SIGNAL_WORDS = {
+)
+_SIGNAL_WORDS: dict[int, str] = {
     signals.SIGILL: (
         "illegal instruction (SIGILL): this build of llama-server needs processor features that this machine "
         "lacks; use another build with --engine PATH"
@@ -49,32 +55,12 @@ _SIGNAL_WORDS = {
 # Signals by which others end a process; all remaining ones are its own doing.
 _FROM_OUTSIDE = frozenset({signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, signals.SIGQUIT})
 # Phases in which the engine has not served yet.
-_BEFORE_READY = frozenset({"spare", "starting", "loading"})
-# Level letters of the engine's log lines: 0.00.294.316 E srv  load_model: …
-_LOG_PREFIX = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ([A-Z]) (?:\S+ +)?")
+_BEFORE_READY = frozenset({"starting", "loading"})
+# Time, level and origin before the engine's own words: `0.00.294.316 E srv  load_model: …`.
+_LOG_PREFIX = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} [A-Z] (?:\S+ +)?")
 
 
-class Exit(Protocol):
-    """What a holder tells of the end of its engine; exactly one of `code` and `signal` is set.
-
-    `asked` says that the holder was told to stop it, `killed` that the holder had to use KILL.
-    """
-
-    @property
-    def code(self) -> int | None: ...
-    @property
-    def signal(self) -> int | None: ...
-    @property
-    def tail(self) -> Sequence[str]: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def asked(self) -> bool: ...
-    @property
-    def killed(self) -> bool: ...
-
-
-def classify_exit(ended: Exit) -> tuple[EndClass, str]:
+def classify_exit(ended: HolderExit) -> tuple[EndClass, str]:
     """Return the class of an end and its reason in words.
 
     A stop that was asked for is STOPPED here; who asked knows the finer class (evicted, idle, abandoned).
@@ -85,7 +71,7 @@ def classify_exit(ended: Exit) -> tuple[EndClass, str]:
             "killed, since it did not stop in time" if ended.killed else "stopped as asked",
         )
     reason = explain_death(ended.code, ended.signal, ended.tail)
-    if _says_out_of_memory(ended.tail):
+    if _find((_OUT_OF_MEMORY,), ended.tail):
         return EndClass.OUT_OF_MEMORY, reason
     if ended.signal in _FROM_OUTSIDE:
         return EndClass.KILLED, reason
@@ -94,11 +80,18 @@ def classify_exit(ended: Exit) -> tuple[EndClass, str]:
     return EndClass.CRASHED, reason
 
 
+def is_doomed(ended: HolderExit) -> bool:
+    """Whether another start would end the same way as long as files, settings and engine stay as they are."""
+    if classify_exit(ended)[0] is not EndClass.FAILED_TO_START:
+        return False
+    return ended.signal == signals.SIGILL or bool(_find(_LASTING, ended.tail))
+
+
 def explain_death(code: int | None, signal: int | None, tail: Sequence[str]) -> str:
     """Return one sentence on an exit, from its last stderr lines where they say more than the number does."""
-    told = _telling_line(tail)
+    told = _find((_OUT_OF_MEMORY, *_LASTING, *_PASSING), tail)
     if signal is not None:
-        words = _SIGNAL_WORDS.get(signals.Signals(signal), f"ended by signal {signal}")
+        words = _SIGNAL_WORDS.get(signal, f"ended by signal {signal}")
         return f"{words}: {told}" if told and signal not in (signals.SIGILL, signals.SIGKILL) else words
     if told:
         return f"{told} (exit code {code})"
@@ -108,12 +101,9 @@ def explain_death(code: int | None, signal: int | None, tail: Sequence[str]) -> 
     return f"exit code {code}: {_plain(last)}"
 
 
-def _says_out_of_memory(tail: Sequence[str]) -> bool:
-    return any(_OUT_OF_MEMORY.search(line) for line in tail)
-
-
-def _telling_line(tail: Sequence[str]) -> str:
-    for pattern in (_OUT_OF_MEMORY, *_TELLING):
+def _find(patterns: Sequence[re.Pattern[str]], tail: Sequence[str]) -> str:
+    """Return what the last line to match says, for the first pattern that any line matches; else ""."""
+    for pattern in patterns:
         for line in reversed(tail):
             if match := pattern.search(line):
                 return _plain(line if pattern is _OUT_OF_MEMORY else match[0])

@@ -103,7 +103,7 @@ def test_two_models_of_one_name_refuse_the_start(load, text, message):
     [
         (
             "ctx_size = 1",
-            r"m.ini:2: option 'ctx_size' not recognized in section \[a\]; did you mean 'ctx-size'\?",
+            r"m.ini:2: option 'ctx_size' not recognized in section .*'ctx-size'",
         ),
         ("CTX-SIZE = 1", r"m.ini:2: .*did you mean 'ctx-size'\?"),
         ("unload-afer = 1", r"m.ini:2: .*did you mean 'unload-after'\?"),
@@ -136,7 +136,8 @@ def test_all_bad_lines_are_told_at_once(load):
 def test_our_own_keys_become_fields_and_never_options(load):
     """Set each of our keys and the router's, and compare the entry."""
     text = (
-        "[*]\nhidden = off\nload-on-startup = on\n[a]\nmodel = /a.gguf\nhidden = Yes\npin = 1\npriority = -2\n"
+        "[*]\nhidden = off\nload-on-startup = on\n"
+        "[a]\nmodel = /a.gguf\nhidden = Yes\npin = 1\npriority = -2\n"
         "unload-after = 1.5\nmax-wait = 60\nmemory-max = 6G\nengine = /opt/llama-server\nstop-timeout = 5x\n"
         'env = CUDA_VISIBLE_DEVICES=0,1 A="b c"\ndevice = CUDA0\ndedup-cache-models = true\n'
     )
@@ -256,8 +257,8 @@ def test_the_revision_changes_exactly_with_what_an_instance_would_notice(load, t
 def test_the_wire_shows_what_llama_server_would_show(load):
     """Render one entry with flags, negations, tags, a line break in a value, and router keys."""
     text = (
-        "[a]\nmodel = /a.gguf\nngl = 7\nno-mmap = true\nmetrics = off\ntags = b , a\nalias = x\nstop-timeout = 3\n"
-        "load-on-startup = false\npin = on\n"
+        "[a]\nmodel = /a.gguf\nngl = 7\nno-mmap = true\nmetrics = off\ntags = b , a\nalias = x\n"
+        "stop-timeout = 3\nload-on-startup = false\npin = on\n"
     )
     entry = load(text, "--chat-template", "x\ny").entries["a"]
     assert wire_args(entry, TABLE, "/bin/ls") == [
