@@ -5,11 +5,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from llamastead.shared.settings import load_settings
+from llamastead.shared.settings import Settings, load_settings
 from llamastead.up.folder import gateway_note_path, http_place
 
 START_HINT = "start it with `llamastead up`, or give --url"
@@ -95,6 +96,15 @@ class Client:
             raise ClientError(f"{self.url} broke off: {error}") from None
         except ValueError:
             raise ClientError(f"{self.url} answers, but not as Llamastead does: check --url") from None
+
+
+def require_local_redis(settings: Settings) -> None:
+    """Raise ClientError when Redis is to be the embedded one and no `llamastead up` keeps it."""
+    if settings.embedded_redis and not Path(settings.redis_url.removeprefix("unix://")).exists():
+        raise ClientError(
+            f"no Llamastead runs with the run folder {settings.run_dir}: start it with `llamastead up`, "
+            "or give --redis-url"
+        )
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:

@@ -3,19 +3,22 @@
 import argparse
 import asyncio
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
-from redis.asyncio import Redis
-
+from llamastead.cli.client import require_local_redis
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.connect import BLOCK_MS, check, connect
 from llamastead.shared.store.keys import Keys
+from llamastead.shared.store.parse import messages
 
 FIRST = ("kind", "model", "state", "instance")  # shown first, in this order, without their names
 
 
 def events(settings: Settings, parsed: argparse.Namespace) -> int:
     """Print the last events, and with --follow those to come."""
+    require_local_redis(settings)
     return asyncio.run(_events(settings, parsed))
 
 
@@ -25,24 +28,18 @@ async def _events(settings: Settings, parsed: argparse.Namespace) -> int:
         await check(client, settings.redis_url)
         stream = Keys(settings.redis_prefix).events
         last = "0-0"
-        for key, fields in reversed(await client.xrevrange(stream, count=parsed.lines)):
+        newest_first: Any = await client.xrevrange(stream, count=parsed.lines)
+        for key, fields in reversed(newest_first):
             last = _show(key, fields, parsed)
         while parsed.follow:
-            last = await _print_new(client, stream, last, parsed)
+            for message in messages(await client.xread({stream: last}, block=BLOCK_MS), stream):
+                last = _show(message.id, message.fields, parsed)
         return 0
     finally:
         await client.aclose()
 
 
-async def _print_new(client: Redis, stream: str, last: str, parsed: argparse.Namespace) -> str:
-    reply = await client.xread({stream: last}, block=BLOCK_MS)
-    for _, entries in reply or ():
-        for key, fields in entries:
-            last = _show(key, fields, parsed)
-    return last
-
-
-def _show(key: str, fields: dict[str, str], parsed: argparse.Namespace) -> str:
+def _show(key: str, fields: Mapping[str, str], parsed: argparse.Namespace) -> str:
     if parsed.json:
         print(json.dumps({"id": key, **fields}, ensure_ascii=False), flush=True)
     else:

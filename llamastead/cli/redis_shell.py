@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis.exceptions import RedisError, ResponseError
 
-from llamastead.cli.client import ClientError
+from llamastead.cli.client import ClientError, require_local_redis
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.connect import connect_sync, explain
 
@@ -22,6 +22,7 @@ STATUS_COMMANDS = frozenset(
 
 def redis_shell(settings: Settings, words: Sequence[str]) -> int:
     """Become redis-cli with `words`; without one installed run `words` as a command and print the answer."""
+    require_local_redis(settings)
     program = next(filter(None, map(shutil.which, CLIENTS)), None)
     if program:
         address, secrets = client_words(settings.redis_url)

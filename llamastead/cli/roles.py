@@ -19,10 +19,10 @@ from llamastead.shared.settings import Settings, load_settings
 ROLES = {
     "up": (
         "run the whole herd of this machine: Redis unless given, supervisor, worker, gateways",
-        "  llamastead up --models-dir ~/models\n"
-        "  llamastead up --models-preset models.ini --models-max 2 --port 9000\n"
-        "  llamastead up --models-dir ~/models -c 8192 --jinja    llama-server options go to all instances\n"
-        "  llamastead up --only supervisor --redis-url redis://redis:6379",
+        """  llamastead up --models-dir ~/models
+  llamastead up --models-preset models.ini --models-max 2 --port 9000
+  llamastead up --models-dir ~/models -c 8192 --jinja    llama-server options go to all instances
+  llamastead up --only supervisor --redis-url redis://redis:6379""",
     ),
     "gateway": (
         "run a gateway: any number of them serve one herd",
@@ -44,6 +44,7 @@ def add_flags(role: str, parser: argparse.ArgumentParser) -> None:
             "--only", choices=("supervisor", "worker", "gateway"), help="keep just this role running"
         )
     if role in INSTANCES_TOO:
+        parser.usage = f"llamastead {role} [OPTION]... [OPTION OF LLAMA-SERVER]..."
         parser.description = (
             f"{parser.description}. Any other option of llama-server is passed on to all instances."
         )
