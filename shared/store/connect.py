@@ -109,6 +109,8 @@ async def check(client: Redis, url: str) -> list[str]:
 def explain(url: str, error: RedisError) -> str:
     """Return what is wrong in a sentence, the URL without its password, and what to do about it."""
     where = redact(url)
+    if isinstance(error.__cause__, RedisError):  # the client wraps what went wrong while it logged in
+        error = error.__cause__
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} refuses the login ({error}): check user and password in --redis-url"
     if isinstance(error, NoPermissionError):

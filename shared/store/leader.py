@@ -362,8 +362,8 @@ class LeaderStore:
         """Return the next commands, waiting up to `block_ms` for one; up to three round trips.
 
         The first call also returns what an earlier leader took and did not finish. Each is delivered once to
-        this leader, and again to the next one until `answer` or `done`. After an error or a cancelled call the
-        next call delivers all that is unfinished again: remember the ids of those under way.
+        this leader, and again to the next one until `answer` or `done`. After an error or a cancelled call
+        the next call delivers all that is unfinished again: remember the ids of those under way.
         """
         taken = await self._take_commands(limit)
         if taken or block_ms <= 0:
