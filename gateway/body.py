@@ -1,0 +1,175 @@
+"""A request's body: read once, searched for the model's name on the way, kept to be sent again."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from io import FileIO
+from typing import Any
+
+from llamastead.gateway.formscan import BrokenForm, FormScan
+from llamastead.gateway.jsonscan import BrokenJson, JsonScan, ModelField, model_of_json
+from llamastead.shared.errors import ApiError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Headers = Iterable[tuple[bytes, bytes]]
+
+MEMORY_BYTES = 1024 * 1024
+"""Bodies up to this size stay in memory; larger ones go to an unnamed temporary file."""
+
+_PIECE_BYTES = 256 * 1024
+
+
+class ClientGone(Exception):  # noqa: N818
+    """The client closed its side: there is nobody to answer."""
+
+
+class Body:
+    """A whole request body, in memory or in a temporary file, and the model it names."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.model: ModelField = None
+        self.data = b""
+        self._parts: list[bytes] = []
+        self._held = 0
+        self._file: FileIO | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """True when `data` is the whole body."""
+        return self._file is None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body from its beginning, in pieces; may be called again after a failed try."""
+        if self._file is None:
+            yield self.data
+            return
+        loop, offset = asyncio.get_running_loop(), 0
+        while offset < self.size:
+            piece = await loop.run_in_executor(None, os.pread, self._file.fileno(), _PIECE_BYTES, offset)
+            offset += len(piece)
+            yield piece
+
+    def close(self) -> None:
+        """Let go of the temporary file."""
+        if self._file is not None:
+            self._file.close()
+
+    async def _add(self, data: bytes) -> None:
+        self.size += len(data)
+        self._parts.append(data)
+        self._held += len(data)
+        if self._held > MEMORY_BYTES:
+            await self._spill()
+
+    async def _end(self) -> None:
+        if self._file is not None:
+            await self._spill()
+        else:
+            self.data = b"".join(self._parts)
+            self._parts.clear()
+
+    async def _spill(self) -> None:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self._held = 0
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- lives as long as the body
+        file = self._file
+        writing = asyncio.get_running_loop().run_in_executor(None, _write_all, file, data)
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # The thread still writes; a file closed under it could give its number to another one.
+            self._file = None
+            writing.add_done_callback(lambda _: file.close())
+            raise
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+async def read_body(receive: Receive, headers: Headers, max_bytes: int, *, search: bool) -> Body:
+    """Read a request's whole body from `receive`; with `search`, find the model it names.
+
+    Raises ApiError: 400 for a length given twice over or a body that isn't what it says (with the position),
+    413 above `max_bytes`, 415 for an encoded body, 503 when it can't be stored. Raises ClientGone.
+    """
+    content_type = _check_head(headers, max_bytes)
+    body = Body()
+    try:
+        await _read_into(body, receive, content_type if search else None, max_bytes)
+    except BaseException as error:
+        body.close()
+        if isinstance(error, BrokenJson):
+            raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+        if isinstance(error, BrokenForm):
+            raise ApiError(400, f"the request body is not a valid form: {error}") from None
+        if isinstance(error, OSError):
+            raise ApiError(
+                503, f"the request body could not be stored: {error.strerror}", retry_after=1
+            ) from error
+        raise
+    return body
+
+
+async def _read_into(body: Body, receive: Receive, content_type: bytes | None, max_bytes: int) -> None:
+    """Fill `body`; a `content_type` of None means that nothing is searched for."""
+    scan: JsonScan | FormScan | None = None
+    if content_type is not None and content_type[:19].lower() == b"multipart/form-data":
+        scan = FormScan(content_type)
+    first = True
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        data: bytes = message.get("body", b"")
+        more: bool = message.get("more_body", False)
+        if body.size + len(data) > max_bytes:
+            raise _too_large(max_bytes)
+        if content_type is not None and scan is None:
+            if first and not more:
+                body.model = model_of_json(data) if data else None
+            else:
+                scan = JsonScan()
+        first = False
+        if scan is not None:
+            scan.feed(data)
+        await body._add(data)
+        if not more:
+            break
+    if scan is not None and body.size:
+        body.model = scan.finish()
+    await body._end()
+
+
+def _check_head(headers: Headers, max_bytes: int) -> bytes:
+    """Return the Content-Type, empty without one. Raises ApiError before any of the body is asked for."""
+    length = coding = content_type = b""
+    for name, value in headers:
+        if name == b"content-length":
+            length = value
+        elif name == b"transfer-encoding":
+            coding = value
+        elif name == b"content-type":
+            content_type = value
+        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+            raise ApiError(
+                415, f"Content-Encoding {value.decode('latin-1')!r} is not supported: send the body as it is"
+            )
+    if length and coding:
+        raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
+    if length and not length.isdigit():
+        raise ApiError(400, f"Content-Length {length.decode('latin-1')!r} is no number")
+    if length and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    return content_type
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the request body is larger than {max_bytes} bytes")
