@@ -84,6 +84,8 @@ def _load_model(engine: Engine, folder: Path, environ: Mapping[str, str]) -> Non
         "log-colors": "off",
     }
     options = {name: value for name, value in asked.items() if name in engine.options}
+    # A wrong LLAMA_ARG_… of the operator's is no fault of the engine.
+    environ = {name: value for name, value in environ.items() if not name.startswith("LLAMA_")}
     stderr = folder / "stderr"
     with (
         stderr.open("wb") as log,
