@@ -232,14 +232,8 @@ class UnloadOrdered:
     instance: str | None = None
 
 
-Event = (
-    Tick
-    | Observed
-    | RegistryChanged
-    | Found
-    | Adopted
-    | RecoveryDone
-    | Started
+InstanceEvent = (
+    Started
     | Loading
     | Moved
     | BecameReady
@@ -256,6 +250,15 @@ Event = (
     | UndrainRefused
     | Slept
     | SleepRefused
+)
+Event = (
+    Tick
+    | Observed
+    | RegistryChanged
+    | Found
+    | Adopted
+    | RecoveryDone
     | LoadOrdered
     | UnloadOrdered
+    | InstanceEvent
 )

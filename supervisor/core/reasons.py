@@ -46,5 +46,7 @@ class Verdict(StrEnum):
     PINNED = "pinned"
     RESIDENCE = "residence"
     LOADING = "loading"
+    DRAINING = "draining"
     LEAVING = "leaving"
+    STOP_FAILED = "stop_failed"
     SETTLING = "settling"

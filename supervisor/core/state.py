@@ -132,13 +132,14 @@ class Instance:
 class Trouble:
     """What went wrong with a model lately.
 
-    `until` is the end of its back-off; `doomed` the remembered error of a start that cannot succeed as things
-    are; `retried` that the one retry of a failed start is used up; `evict_more` that the retry must free one
-    more.
+    `failures` counts starts that failed in a row, `crashes` ends in service; `until` is the end of its
+    back-off; `doomed` the remembered error of a start that cannot succeed as things are; `retried` that
+    the one retry of a failed start is used up; `evict_more` that the retry must free one more.
     """
 
     revision: str
     failures: int = 0
+    crashes: int = 0
     until: float = 0.0
     doomed: ApiError | None = None
     retried: bool = False

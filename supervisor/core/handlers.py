@@ -1,0 +1,311 @@
+"""What each event changes by itself. What follows from the state as a whole is left to `schedule.look`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from llamastead.shared.words import EndClass, InstanceState
+from llamastead.supervisor.core import events as ev
+from llamastead.supervisor.core import trouble
+from llamastead.supervisor.core.actions import Ended, ForceStop, Grant, TrySleep
+from llamastead.supervisor.core.draft import Draft
+from llamastead.supervisor.core.lifecycle import LOADS, Change
+from llamastead.supervisor.core.orders import on_load_ordered, on_unload_ordered
+from llamastead.supervisor.core.state import Ask, Claims, Instance, Leaving
+
+S = InstanceState
+
+
+def handle(draft: Draft, event: ev.Event) -> None:
+    """Apply one event. News of an instance that is not known (any more) changes nothing."""
+    if isinstance(event, ev.InstanceEvent):
+        instance = draft.state.instances.get(event.instance)
+        if instance is not None:
+            _INSTANCE_HANDLERS[type(event)](draft, instance, event)
+        return
+    _HANDLERS[type(event)](draft, event)
+
+
+def on_tick(draft: Draft, _: ev.Tick) -> None:
+    """Change nothing: the look that follows does what is due."""
+
+
+def on_observed(draft: Draft, event: ev.Observed) -> None:
+    """Take the facts as they are, in place of all that was known of tickets and claims."""
+    demands = {model: demand for model, demand in event.demands.items() if demand.tickets > 0}
+    instances = {
+        name: _with_claims(instance, event.claims.get(name, Claims(0)))
+        for name, instance in draft.state.instances.items()
+    }
+    draft.state = replace(draft.state, demands=demands, instances=instances)
+
+
+def _with_claims(instance: Instance, claims: Claims) -> Instance:
+    used = claims.last_used is not None
+    return replace(
+        instance,
+        leases=claims.leases,
+        last_used=max(instance.last_used, claims.last_used or 0.0) if used else instance.last_used,
+        used=instance.used or used,
+        served=instance.served or used or claims.leases > 0,
+        stale=False,
+    )
+
+
+def on_registry_changed(draft: Draft, event: ev.RegistryChanged) -> None:
+    """Take the new registry; what was remembered of a start that would differ now is forgotten."""
+    models = dict(event.models)
+    troubles = {
+        name: known
+        for name, known in draft.state.troubles.items()
+        if name in models and models[name].revision == known.revision
+    }
+    draft.state = replace(draft.state, models=models, troubles=troubles)
+
+
+def on_found(draft: Draft, event: ev.Found) -> None:
+    """Count an instance from before our time, whatever it turns out to be."""
+    if event.instance not in draft.state.instances:
+        draft.state = draft.state.put(_from_before(draft, event.instance, event.model, event.revision))
+
+
+def on_adopted(draft: Draft, event: ev.Adopted) -> None:
+    """Take over an instance from before our time. What it is now is written again: the old leader may not
+    have.
+    """
+    known = draft.state.instances.get(event.instance)
+    before = known or _from_before(draft, event.instance, event.model, event.revision)
+    used = event.last_used is not None
+    adopted = replace(
+        before,
+        state=event.state,
+        started_at=event.started_at,
+        ready_at=event.ready_at,
+        load_time=event.load_time,
+        last_used=max(event.ready_at or 0.0, event.last_used or 0.0),
+        used=used,
+        served=used or event.leases > 0,
+        leases=event.leases,
+    )
+    if event.ordered or event.state in {S.STOPPING, S.STOP_FAILED}:
+        adopted = replace(adopted, leaving=Leaving(event.end_class, ordered=True))
+    draft.state = draft.state.put(adopted)
+    if event.state is S.READY:
+        _grant(draft, adopted)
+    elif event.state is S.SLEEPING:
+        _try_sleep(draft, adopted)
+
+
+def _from_before(draft: Draft, name: str, model: str, revision: str) -> Instance:
+    spec = draft.state.models.get(model)
+    return Instance(
+        id=name,
+        model=model,
+        revision=revision,
+        state=S.RECOVERING,
+        started_at=draft.now,
+        moved_at=draft.now,
+        needs=spec.needs if spec else {},
+    )
+
+
+def on_recovery_done(draft: Draft, event: ev.RecoveryDone) -> None:
+    """Begin to decide; a new herd loads what its registry wants loaded from the start."""
+    orders = dict(draft.state.orders)
+    if event.preload and draft.state.recovering:
+        for name, spec in draft.state.models.items():
+            if spec.load_on_startup and draft.state.instance_of(name) is None:
+                orders.setdefault(name, draft.now)
+    draft.state = replace(draft.state, recovering=False, orders=orders)
+
+
+def on_started(draft: Draft, instance: Instance, _: ev.Started) -> None:
+    """Count the spawn as progress: a queue for the spare holder is not a stall."""
+    if instance.state in LOADS:
+        draft.set(instance, moved_at=draft.now)
+
+
+def on_loading(draft: Draft, instance: Instance, event: ev.Loading) -> None:
+    """Note progress. An awake or sleeping instance that loads is waking, whoever woke it."""
+    moved = event.progress != instance.progress or instance.state not in {S.LOADING, S.WAKING}
+    fields: dict[str, Any] = {"progress": event.progress, "moved_at": draft.now} if moved else {}
+    draft.change(instance, Change.LOADING, **fields)
+
+
+def on_moved(draft: Draft, instance: Instance, _: ev.Moved) -> None:
+    """Renew the stall timer of a load."""
+    draft.set(instance, moved_at=draft.now)
+
+
+def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None:
+    """Make it ready and grant those who wait. A repeated line changes nothing, so it may be sent at every
+    look.
+    """
+    ready = draft.change(instance, Change.READY)
+    if ready.state is not S.READY or instance.state is S.READY:
+        return
+    if ready.ready_at is None:
+        took = draft.now - ready.started_at
+        ready = draft.set(ready, ready_at=draft.now, load_time=took, last_used=draft.now)
+    trouble.on_ready(draft, ready.model)
+    draft.drop_order(ready.model)
+    _grant(draft, draft.set(ready, progress=None))
+
+
+def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
+    """Try to make it asleep for all. While a script runs or somebody holds it the line is old news or soon
+    will be; holders repeat it, so nothing is lost by leaving it.
+    """
+    if instance.state is S.STARTING or instance.state is S.LOADING:
+        on_became_ready(draft, instance, ev.BecameReady(instance.id))
+        return
+    contested = instance.ask is not None or (instance.state is S.WAKING and instance.leases > 0)
+    if contested or instance.state is S.SLEEPING:
+        return
+    asleep = draft.change(instance, Change.ASLEEP)
+    if asleep.state is S.SLEEPING:
+        _try_sleep(draft, asleep)
+
+
+def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) -> None:
+    """End an instance that accepts and never answers; it counts as crashed."""
+    if instance.state not in {S.READY, S.DRAINING}:
+        return
+    old = instance.leaving or Leaving(EndClass.CRASHED)
+    leaving = replace(old, end_class=EndClass.CRASHED, reason=event.reason)
+    draft.change(instance, Change.FORCE, leaving=leaving, ask=None)
+    draft.do(ForceStop(instance.id, EndClass.CRASHED, event.reason))
+
+
+def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
+    """Record the end, give its room back, and do what its class asks for."""
+    leaving = instance.leaving
+    asked = leaving if instance.state in {S.STOPPING, S.STOP_FAILED} else None
+    broke = asked is None or asked.reason is not None
+    end_class = asked.end_class if asked else event.end_class
+    reason = asked.reason if asked and asked.reason else event.reason
+    ended = draft.change(instance, Change.BROKE if broke else Change.ENDED, ask=None)
+    draft.drop_instance(ended)
+    draft.do(Ended(ended.id, ended.model, ended.state, end_class, reason, event.code, event.log))
+    if leaving and leaving.for_model:
+        known = trouble.trouble_of(draft.state, leaving.for_model)
+        trouble.remember(draft, leaving.for_model, replace(known, evict_more=False))
+    if not broke:
+        trouble.on_good_end(draft, instance)
+    elif instance.state in LOADS:
+        trouble.on_failed_start(draft, instance, event)
+    elif instance.ready_at is not None:
+        trouble.on_crash(draft, instance)
+
+
+def on_stop_failed(draft: Draft, instance: Instance, _: ev.StopFailed) -> None:
+    """Keep it booked, and let the entry that counted on its room plan anew."""
+    leaving = replace(instance.leaving, for_model=None) if instance.leaving else None
+    draft.change(instance, Change.STUCK, leaving=leaving)
+
+
+def on_granted(draft: Draft, instance: Instance, event: ev.Granted) -> None:
+    """Count the leases. One that was to wake and has nobody to wake it sleeps on."""
+    granted = _settle(draft, instance, leases=instance.leases + event.leases, served=event.leases > 0)
+    draft.drop_demand(instance.model)
+    if granted.state is S.WAKING and granted.leases == 0:
+        _try_sleep(draft, draft.change(granted, Change.ASLEEP))
+
+
+def on_stop_granted(draft: Draft, instance: Instance, _: ev.StopGranted) -> None:
+    """It goes for sure now."""
+    leaving = instance.leaving or Leaving(EndClass.EVICTED)
+    draft.change(_settle(draft, instance, leases=0), Change.STOP, leaving=leaving)
+
+
+def on_stop_refused(draft: Draft, instance: Instance, event: ev.StopRefused) -> None:
+    """It is busy again: give the victim up, unless it drains or a person wants it gone."""
+    leaving = instance.leaving
+    keep = instance.state in {S.DRAINING, S.STOPPING, S.STOP_FAILED} or (leaving and leaving.ordered)
+    settled = _settle(draft, instance, leases=event.claims, served=event.claims > 0, stale=event.claims == 0)
+    if not keep:
+        draft.set(settled, leaving=None)
+
+
+def on_drained(draft: Draft, instance: Instance, event: ev.Drained) -> None:
+    """Nobody new is let in."""
+    settled = _settle(draft, instance, leases=event.claims, served=event.claims > 0)
+    draft.change(settled, Change.DRAIN)
+
+
+def on_drain_refused(draft: Draft, instance: Instance, _: ev.DrainRefused) -> None:
+    """Plan anew once facts are read again."""
+    leaving = instance.leaving if instance.leaving and instance.leaving.ordered else None
+    if instance.state in {S.STOPPING, S.STOP_FAILED}:
+        leaving = instance.leaving
+    _settle(draft, instance, stale=True, leaving=leaving)
+
+
+def on_undrained(draft: Draft, instance: Instance, event: ev.Undrained) -> None:
+    """It serves again, those first who waited for it."""
+    settled = _settle(draft, instance, leases=instance.leases + event.leases, served=event.leases > 0)
+    draft.change(settled, Change.UNDRAIN)
+    draft.drop_demand(instance.model)
+
+
+def on_undrain_refused(draft: Draft, instance: Instance, _: ev.UndrainRefused) -> None:
+    """Try again once facts are read again."""
+    _settle(draft, instance, stale=True)
+
+
+def on_slept(draft: Draft, instance: Instance, _: ev.Slept) -> None:
+    """It is asleep for all."""
+    _settle(draft, instance)
+
+
+def on_sleep_refused(draft: Draft, instance: Instance, event: ev.SleepRefused) -> None:
+    """Somebody holds it: for all it is ready, and their request wakes the engine."""
+    settled = _settle(draft, instance, leases=event.claims, served=event.claims > 0)
+    if settled.state is S.SLEEPING:
+        draft.change(settled, Change.READY)
+
+
+def _settle(draft: Draft, instance: Instance, *, served: bool = False, **fields: Any) -> Instance:
+    """Note that the script that was asked for has answered."""
+    return draft.set(instance, ask=None, served=instance.served or served, **fields)
+
+
+def _grant(draft: Draft, instance: Instance) -> None:
+    draft.set(instance, ask=Ask.GRANT)
+    draft.do(Grant(instance.id, instance.model))
+
+
+def _try_sleep(draft: Draft, instance: Instance) -> None:
+    draft.set(instance, ask=Ask.SLEEP)
+    draft.do(TrySleep(instance.id))
+
+
+_INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
+    ev.Started: on_started,
+    ev.Loading: on_loading,
+    ev.Moved: on_moved,
+    ev.BecameReady: on_became_ready,
+    ev.FellAsleep: on_fell_asleep,
+    ev.Unresponsive: on_unresponsive,
+    ev.Exited: on_exited,
+    ev.StopFailed: on_stop_failed,
+    ev.Granted: on_granted,
+    ev.StopGranted: on_stop_granted,
+    ev.StopRefused: on_stop_refused,
+    ev.Drained: on_drained,
+    ev.DrainRefused: on_drain_refused,
+    ev.Undrained: on_undrained,
+    ev.UndrainRefused: on_undrain_refused,
+    ev.Slept: on_slept,
+    ev.SleepRefused: on_sleep_refused,
+}
+_HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
+    ev.Tick: on_tick,
+    ev.Observed: on_observed,
+    ev.RegistryChanged: on_registry_changed,
+    ev.Found: on_found,
+    ev.Adopted: on_adopted,
+    ev.RecoveryDone: on_recovery_done,
+    ev.LoadOrdered: on_load_ordered,
+    ev.UnloadOrdered: on_unload_ordered,
+}

@@ -1,0 +1,160 @@
+"""The queue: one entry per model that somebody waits for, its order, and what the planner is shown of the
+rest.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llamastead.shared.words import InstanceState
+from llamastead.supervisor.core.lifecycle import LOADS, SERVES
+from llamastead.supervisor.core.planner import SLOT, Amounts, Candidate, Going, Need, Snapshot
+from llamastead.supervisor.core.reasons import Verdict
+from llamastead.supervisor.core.state import Ask, Instance, ModelSpec, State
+from llamastead.supervisor.core.trouble import trouble_of
+
+S = InstanceState
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model with all that wait for it: `first` is the earliest arrival, `ordered` that its load was
+    asked for.
+    """
+
+    model: str
+    first: float
+    tickets: int
+    ordered: bool
+    overdue_at: float
+
+
+def entries(state: State) -> list[Entry]:
+    """Return the queue in order: by first arrival, each priority class being worth a head start.
+
+    A head start instead of classes that are compared first is what makes age win in the end: an entry that
+    has waited long enough is overtaken by nobody, and the order of two entries never changes while they
+    wait.
+    """
+    found = []
+    for model in state.demands.keys() | state.orders.keys():
+        spec = state.models.get(model)
+        demand = state.demands.get(model)
+        waiting = demand.tickets - len(demand.expired) if demand else 0
+        arrivals = [state.orders[model]] if model in state.orders else []
+        if demand and waiting > 0:
+            arrivals.append(demand.first)
+        if spec and arrivals:
+            first = min(arrivals)
+            found.append(Entry(model, first, waiting, model in state.orders, first + max_wait(state, spec)))
+    step = state.policy.priority_step
+    return sorted(found, key=lambda e: (e.first - step * state.models[e.model].priority, e.first, e.model))
+
+
+def max_wait(state: State, spec: ModelSpec) -> float:
+    """Return how long an entry of this model may wait before busy ones are drained for it."""
+    return state.policy.max_wait if spec.max_wait is None else spec.max_wait
+
+
+def need_of(state: State, entry: Entry, own: Instance | None) -> Need:
+    """Return what the planner must find for an entry; a sleeper keeps its slot and needs its bytes back."""
+    spec = state.models[entry.model]
+    asleep = own is not None and own.state is S.SLEEPING
+    return Need(
+        model=entry.model,
+        amounts=dict(spec.needs) if asleep else {SLOT: 1, **spec.needs},
+        overdue_at=entry.overdue_at,
+        max_wait=max_wait(state, spec),
+        evict_more=trouble_of(state, entry.model).evict_more,
+        may_choose=own is None or asleep,
+    )
+
+
+def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
+    """Return what the first entry may plan with."""
+    wanted = {entry.model for entry in queue}
+    hungry = {model for model in wanted if _is_hungry(state.instance_of(model))}
+    capacity = dict(state.policy.capacity)
+    if state.policy.models_max > 0:
+        capacity[SLOT] = state.policy.models_max
+    free = dict(capacity)
+    going, candidates = [], []
+    for _, instance in sorted(state.instances.items()):
+        held = booked(instance)
+        for key, amount in held.items():
+            if key in free:
+                free[key] -= amount
+        leaving = instance.leaving
+        owner = leaving.for_model if leaving and leaving.for_model in hungry else None
+        sure = instance.state is S.STOPPING or instance.ask is Ask.STOP
+        if sure or (owner and instance.state is not S.STOP_FAILED):
+            going.append(Going(instance.id, held, owner, sure))
+        else:
+            candidates.append(_candidate(state, instance, held, wanted))
+    return Snapshot(now, free, capacity, tuple(going), tuple(candidates))
+
+
+def booked(instance: Instance) -> Amounts:
+    """Return what an instance holds: a slot until its process is gone, and its bytes unless it sleeps."""
+    return {SLOT: 1} if instance.state is S.SLEEPING else {SLOT: 1, **instance.needs}
+
+
+def residence(state: State, instance: Instance) -> float:
+    """Return the minimum residence in seconds: 0 for one that served nobody yet."""
+    return max(state.policy.min_residence, instance.load_time / 2) if instance.served else 0.0
+
+
+def is_pinned(state: State, instance: Instance) -> bool:
+    """Return whether the scheduler may never send this instance away."""
+    spec = state.models.get(instance.model)
+    return spec is not None and spec.pinned
+
+
+def _is_hungry(own: Instance | None) -> bool:
+    return own is None or own.state in {S.SLEEPING, S.STOPPING}
+
+
+def _candidate(state: State, instance: Instance, held: Amounts, wanted: set[str]) -> Candidate:
+    spared = _spared(state, instance, wanted)
+    abandoned = spared is None and instance.state in LOADS
+    asleep = instance.state is S.SLEEPING
+    leaving = instance.leaving
+    return Candidate(
+        instance=instance.id,
+        model=instance.model,
+        frees=held,
+        spared=spared,
+        rank=(
+            0 if abandoned else 1 if asleep else 2,
+            instance.last_used,
+            instance.used,
+            instance.model,
+            instance.id,
+        ),
+        ready_at=instance.ready_at or 0.0,
+        residence=residence(state, instance),
+        abandoned=abandoned,
+        undecided=instance.state is S.DRAINING
+        and not instance.ask
+        and not instance.stale
+        and not (leaving and leaving.ordered)
+        and not is_pinned(state, instance),
+    )
+
+
+def _spared(state: State, instance: Instance, wanted: set[str]) -> Verdict | None:
+    """Return the filter that protects an instance from being chosen, or None."""
+    if instance.state is S.STOP_FAILED:
+        return Verdict.STOP_FAILED
+    if instance.state is S.DRAINING or instance.leaving:
+        return Verdict.DRAINING
+    if instance.state in LOADS:
+        return Verdict.LOADING if instance.model in wanted else None
+    if instance.state not in SERVES:
+        return Verdict.LOADING
+    if is_pinned(state, instance):
+        return Verdict.PINNED
+    if instance.ask or instance.stale:
+        return Verdict.SETTLING
+    if instance.model in wanted:
+        return Verdict.WANTED
+    return Verdict.BUSY if instance.leases else None

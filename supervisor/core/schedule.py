@@ -1,0 +1,322 @@
+"""What every step does after its event: look at the whole state and do all that now follows from it.
+
+Nothing hangs on having seen a particular event, so a lost or late one costs time and nothing else.
+"""
+
+from dataclasses import replace
+
+from llamastead.shared.errors import ApiError
+from llamastead.shared.words import EndClass, InstanceState
+from llamastead.supervisor.core import planner, queue, trouble
+from llamastead.supervisor.core.actions import (
+    AbortLoad,
+    Decide,
+    FailTickets,
+    Grant,
+    Start,
+    TryDrain,
+    TryStop,
+    TryUndrain,
+    Wake,
+    Weighed,
+)
+from llamastead.supervisor.core.draft import Draft
+from llamastead.supervisor.core.lifecycle import LOADS, SERVES, Change
+from llamastead.supervisor.core.reasons import RefuseReason, WaitReason
+from llamastead.supervisor.core.state import Ask, Instance, Leaving, Wait
+
+S = InstanceState
+
+
+def look(draft: Draft) -> None:
+    """Carry out all that follows from the state as it is. Before recovery is done nothing starts and none
+    is refused.
+    """
+    if draft.state.recovering:
+        waits = {entry.model: Wait(WaitReason.RECOVERING) for entry in queue.entries(draft.state)}
+        draft.state = replace(draft.state, waits=waits)
+        return
+    _end_stalled(draft)
+    _refuse(draft)
+    _send_vanished_away(draft)
+    _grant(draft)
+    _plan(draft)
+    _undrain(draft)
+    _leave(draft)
+    _end_idle(draft)
+
+
+def _instances(draft: Draft) -> list[Instance]:
+    return [instance for _, instance in sorted(draft.state.instances.items())]
+
+
+def _end_stalled(draft: Draft) -> None:
+    """End loads that made no progress for the stall timer, and tell those who wait."""
+    limit = draft.state.policy.stall_timeout
+    for instance in _instances(draft):
+        if instance.state not in LOADS and instance.state is not S.WAKING:
+            continue
+        if draft.now < instance.moved_at + limit:
+            draft.wake(instance.moved_at + limit)
+            continue
+        reason = f"no progress for {limit:g} s (stall-timeout)"
+        leaving = Leaving(EndClass.FAILED_TO_START, reason=reason)
+        draft.change(instance, Change.ABORT, leaving=leaving, ask=None)
+        draft.do(AbortLoad(instance.id, EndClass.FAILED_TO_START, reason=reason))
+        error = ApiError(
+            503,
+            f"model name={instance.model} failed to load: {reason}",
+            {"reason": str(RefuseReason.STALLED), "end_class": str(EndClass.FAILED_TO_START)},
+        )
+        trouble.settle_failed(draft, instance.model, error, doomed=False)
+
+
+def _refuse(draft: Draft) -> None:
+    """Settle the tickets that cannot be served: unknown model, too old, or a start known to be doomed."""
+    state = draft.state
+    for model, demand in sorted(state.demands.items()):
+        if model not in state.models:
+            fields = {"reason": str(RefuseReason.NOT_FOUND)}
+            draft.fail(model, ApiError(404, f"model '{model}' not found", fields))
+            continue
+        doomed = trouble.doomed_error(trouble.trouble_of(state, model), draft.now)
+        if doomed and not state.instance_of(model):
+            draft.fail(model, doomed)
+        elif demand.expired:
+            draft.do(FailTickets(model, _too_old(draft), demand.expired))
+            left = replace(demand, tickets=demand.tickets - len(demand.expired), expired=())
+            draft.drop_demand(model)
+            if left.tickets > 0:
+                draft.state = replace(draft.state, demands={**draft.state.demands, model: left})
+        else:
+            draft.wake(demand.first + state.policy.queue_timeout)
+    for model in sorted(state.orders):
+        if model not in state.models:
+            draft.drop_order(model)
+
+
+def _too_old(draft: Draft) -> ApiError:
+    limit = draft.state.policy.queue_timeout
+    return ApiError(
+        503,
+        f"the request waited {limit:g} s for its model without success (queue-timeout)",
+        {"reason": str(RefuseReason.QUEUE_TIMEOUT), "limit": "queue-timeout"},
+        retry_after=1,
+    )
+
+
+def _send_vanished_away(draft: Draft) -> None:
+    """Have the instances of models that left the registry go: loads at once, the others once nobody holds
+    them.
+    """
+    for instance in _instances(draft):
+        if instance.model in draft.state.models or (instance.leaving and instance.leaving.ordered):
+            continue
+        leaving = Leaving(EndClass.STOPPED, ordered=True)
+        if instance.state in LOADS:
+            draft.change(instance, Change.ABORT, leaving=leaving)
+            draft.do(AbortLoad(instance.id, EndClass.STOPPED))
+        elif instance.state is not S.STOP_FAILED and instance.state is not S.STOPPING:
+            draft.set(instance, leaving=leaving)
+
+
+def _grant(draft: Draft) -> None:
+    """Grant tickets that were enrolled while their instance became ready; an ordered load of a ready one
+    is done.
+    """
+    for instance in _instances(draft):
+        if instance.state not in SERVES or instance.leaving:
+            continue
+        draft.drop_order(instance.model)
+        if instance.state is S.READY and not instance.ask and instance.model in draft.state.demands:
+            draft.set(instance, ask=Ask.GRANT)
+            draft.do(Grant(instance.id, instance.model))
+
+
+def _plan(draft: Draft) -> None:
+    """Go through the queue in order: start what has room, make room for the rest, note why each one waits."""
+    entries = queue.entries(draft.state)
+    _forget_retries(draft, {entry.model for entry in entries})
+    left = queue.snapshot(draft.state, entries, draft.now)
+    owners: dict[str, str] = {}
+    waits: dict[str, Wait] = {}
+    for entry in entries:
+        own = draft.state.instance_of(entry.model)
+        wait = _waits_for_own(draft, entry, own)
+        if wait is None:
+            need = queue.need_of(draft.state, entry, own)
+            decided = planner.plan(left, need)
+            wait = _commit(draft, need, decided, left, own, owners)
+            left = planner.reserve(left, need, decided)
+        if wait is not None:
+            waits[entry.model] = wait
+            if wait.until is not None:
+                draft.wake(wait.until)
+    for instance in _instances(draft):
+        leaving = instance.leaving
+        if leaving and instance.state is not S.STOP_FAILED and leaving.for_model != owners.get(instance.id):
+            draft.set(instance, leaving=replace(leaving, for_model=owners.get(instance.id)))
+    draft.state = replace(draft.state, waits=waits)
+
+
+def _forget_retries(draft: Draft, waiting: set[str]) -> None:
+    """A retry belongs to those who saw the first try; when they have all left, the next ones get their
+    own.
+    """
+    for model, known in sorted(draft.state.troubles.items()):
+        if known.retried and model not in waiting and draft.state.instance_of(model) is None:
+            trouble.remember(draft, model, replace(known, retried=False, evict_more=False))
+
+
+def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wait | None:
+    """Return why the entry waits for its own instance or its back-off, or None when it is the planner's
+    turn.
+    """
+    if own is None:
+        until = trouble.trouble_of(draft.state, entry.model).until
+        return Wait(WaitReason.BACK_OFF, until=until) if until > draft.now else None
+    if own.state is S.SLEEPING:
+        reason = WaitReason.LEAVING if own.leaving else WaitReason.WAKING
+        return Wait(reason, (own.id,)) if own.leaving or own.ask or own.stale else None
+    reasons = {
+        S.RECOVERING: WaitReason.RECOVERING,
+        S.STARTING: WaitReason.LOADING,
+        S.LOADING: WaitReason.LOADING,
+        S.READY: WaitReason.GRANTING,
+        S.WAKING: WaitReason.WAKING,
+        S.DRAINING: WaitReason.LEAVING,
+        S.STOP_FAILED: WaitReason.STOP_FAILED,
+    }
+    return Wait(reasons[own.state], (own.id,)) if own.state in reasons else None
+
+
+def _commit(
+    draft: Draft,
+    need: planner.Need,
+    decided: planner.Plan,
+    seen: planner.Snapshot,
+    own: Instance | None,
+    owners: dict[str, str],
+) -> Wait | None:
+    """Do what the plan says, note in `owners` whose the leaving instances are, and return why the entry
+    still waits.
+    """
+    match decided:
+        case planner.Refuse():
+            draft.fail(need.model, _too_big(need, decided))
+            return None
+        case planner.Start() if own is None:
+            return Wait(WaitReason.LOADING, (_start(draft, need.model).id,))
+        case planner.Start() if own is not None and own.state is S.SLEEPING:
+            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now)
+            draft.do(Wake(own.id, own.model))
+            return Wait(WaitReason.WAKING, (own.id,))
+        case planner.Start():
+            return Wait(WaitReason.LEAVING, (own.id,) if own else ())
+        case planner.Hold():
+            owners.update(dict.fromkeys(decided.takes, need.model))
+            return replace(decided.wait, blockers=(own.id,)) if own and not need.may_choose else decided.wait
+        case planner.MakeRoom():
+            owners.update(dict.fromkeys((*decided.takes, *decided.victims), need.model))
+            _send_away(draft, need, decided, seen)
+            return Wait(WaitReason.VICTIM, tuple(sorted((*decided.takes, *decided.victims))))
+
+
+def _start(draft: Draft, model: str) -> Instance:
+    state = draft.state
+    spec = state.models[model]
+    instance = Instance(
+        id=f"{state.prefix}-{state.next_number}",
+        model=model,
+        revision=spec.revision,
+        state=S.STARTING,
+        started_at=draft.now,
+        moved_at=draft.now,
+        needs=spec.needs,
+    )
+    draft.state = replace(state.put(instance), next_number=state.next_number + 1)
+    draft.do(Start(instance.id, model, spec.revision))
+    draft.wake(draft.now + state.policy.stall_timeout)
+    return instance
+
+
+def _send_away(draft: Draft, need: planner.Need, decided: planner.MakeRoom, seen: planner.Snapshot) -> None:
+    """Ask the victims to go. A plan that only counts on what goes already decides nothing new."""
+    if not decided.victims:
+        return
+    weighed = tuple(
+        Weighed(c.instance, c.model, planner.verdict(c, need, decided, draft.now)) for c in seen.candidates
+    )
+    draft.do(Decide(need.model, weighed))
+    evicted = Leaving(EndClass.EVICTED, need.model)
+    for name in decided.aborts:
+        abandoned = replace(evicted, end_class=EndClass.ABANDONED)
+        draft.change(draft.state.instances[name], Change.ABORT, leaving=abandoned)
+        draft.do(AbortLoad(name, EndClass.ABANDONED, need.model))
+    for name in decided.stops:
+        _try_stop(draft, draft.state.instances[name], evicted)
+    for name in decided.drains:
+        victim = draft.set(draft.state.instances[name], leaving=evicted)
+        if victim.state is not S.DRAINING:
+            _try_drain(draft, victim, evicted)
+
+
+def _try_stop(draft: Draft, instance: Instance, leaving: Leaving) -> None:
+    draft.set(instance, leaving=leaving, ask=Ask.STOP)
+    draft.do(TryStop(instance.id, leaving.end_class, leaving.for_model))
+
+
+def _try_drain(draft: Draft, instance: Instance, leaving: Leaving) -> None:
+    draft.set(instance, leaving=leaving, ask=Ask.DRAIN)
+    draft.do(TryDrain(instance.id, leaving.for_model, leaving.ordered))
+
+
+def _undrain(draft: Draft) -> None:
+    """Let an instance serve again whose drain nobody needs any more: its entry ended, or found room
+    elsewhere.
+    """
+    for instance in _instances(draft):
+        leaving = instance.leaving
+        unneeded = leaving is None or not (leaving.ordered or leaving.for_model)
+        if instance.state is S.DRAINING and unneeded and not instance.ask and not instance.stale:
+            draft.set(instance, leaving=None, ask=Ask.UNDRAIN)
+            draft.do(TryUndrain(instance.id))
+
+
+def _leave(draft: Draft) -> None:
+    """Move on what is to go: stop it once nobody holds it, drain it until then if a person wants it gone."""
+    for instance in _instances(draft):
+        leaving = instance.leaving
+        if leaving is None or instance.ask or instance.stale:
+            continue
+        if instance.state in SERVES or instance.state is S.DRAINING:
+            if instance.leases == 0:
+                _try_stop(draft, instance, leaving)
+            elif instance.state is S.READY:
+                _try_drain(draft, instance, leaving)
+
+
+def _end_idle(draft: Draft) -> None:
+    """End instances that inference has not used for their unload-after. A pinned one stays."""
+    for instance in _instances(draft):
+        spec = draft.state.models.get(instance.model)
+        if spec is None or spec.unload_after is None or spec.pinned or instance.state not in SERVES:
+            continue
+        if instance.leases or instance.leaving or instance.ask or instance.stale:
+            continue
+        if instance.model in draft.state.demands:
+            continue
+        due = instance.last_used + spec.unload_after
+        if due <= draft.now:
+            _try_stop(draft, instance, Leaving(EndClass.IDLE))
+        else:
+            draft.wake(due)
+
+
+def _too_big(need: planner.Need, refused: planner.Refuse) -> ApiError:
+    parts = [
+        f"needs {need.amounts[key] >> 20} MiB on {key}, which is {amount >> 20} MiB more than it has"
+        for key, amount in sorted(refused.short.items())
+    ]
+    fields = {"reason": str(refused.reason), "short": dict(sorted(refused.short.items()))}
+    return ApiError(503, f"model name={need.model} is too big: {'; '.join(parts)}", fields)

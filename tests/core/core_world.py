@@ -1,0 +1,385 @@
+"""A simulated world around the core: shared state with its scripts, engines with their moods, clients that come and go.
+
+It carries out the core's actions at once, as the driver does, and queues their outcomes; whoever drives it decides when
+the core hears of what, and how engines behave. Every step is checked against the invariants of scheduling.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llamastead.shared.words import EndClass, InstanceState
+from llamastead.supervisor.core import actions as act
+from llamastead.supervisor.core import events as ev
+from llamastead.supervisor.core.explain import explain, unexplained
+from llamastead.supervisor.core.planner import SLOT
+from llamastead.supervisor.core.queue import booked, entries
+from llamastead.supervisor.core.state import Ask, Claims, Demand, ModelSpec, Policy, State, initial
+from llamastead.supervisor.core.step import Step, step
+
+S = InstanceState
+ALIVE_ENGINE = {"starting", "loading", "ready", "asleep", "waking", "stopping", "stuck"}
+
+
+@dataclass
+class Shared:
+    """An instance as the shared state shows it, and the engine behind it."""
+
+    model: str
+    state: InstanceState = S.STARTING
+    leases: int = 0
+    last_used: float | None = None
+    engine: str = "starting"
+    killed_by_us: bool = False
+
+
+@dataclass
+class World:
+    """Everything outside the core, and the core's state. `shuffle` reorders mappings, to prove that order is nothing."""
+
+    specs: Mapping[str, ModelSpec]
+    policy: Policy
+    shuffle: Callable[[list[Any]], list[Any]] = list
+    now: float = 1000.0
+    state: State = field(init=False)
+    registry: dict[str, ModelSpec] = field(init=False)
+    instances: dict[str, Shared] = field(default_factory=dict)
+    tickets: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+    arrived: int = 0
+    inbox: deque[ev.Event] = field(default_factory=deque)
+    wake_at: float | None = None
+    refuse_next: bool = False
+    forced: set[str] = field(default_factory=set)
+    commands: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.registry = dict(self.specs)
+        self.state = initial(self.policy, "h-1", self.registry, seed="w")
+
+    # What the driver does
+
+    def deliver(self, event: ev.Event) -> None:
+        """Let the core take one step, check it, and carry out what it wants."""
+        before = self.state
+        done = step(before, event, self.now)
+        shuffled = step(self._shuffled(before), self._shuffled_event(event), self.now)
+        assert shuffled == done, "the order of mappings changed the decision"
+        self._check(before, done, event)
+        again = step(done.state, ev.Tick(), self.now)
+        assert again == Step(done.state, (), done.wake_at), "a second look at the same time found more to do"
+        self.state, self.wake_at = done.state, done.wake_at
+        for action in done.actions:
+            self._carry_out(action)
+
+    def pump(self) -> None:
+        """Deliver the oldest piece of news."""
+        if self.inbox:
+            self.deliver(self.inbox.popleft())
+
+    def see(self) -> None:
+        """Read the facts and deliver them."""
+        limit = self.now - self.policy.queue_timeout
+        demands = {
+            model: Demand(min(t for _, t in held), len(held), tuple(str(i) for i, t in held if t <= limit))
+            for model, held in self.tickets.items()
+            if held
+        }
+        claims = {name: Claims(s.leases, s.last_used) for name, s in self.instances.items()}
+        self.deliver(ev.Observed(demands, claims))
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, waking the core whenever it asked for that; a jump wakes it late instead."""
+        self.now += seconds
+        if self.wake_at is not None and self.wake_at <= self.now:
+            self.deliver(ev.Tick())
+
+    # What clients and persons do
+
+    def arrive(self, model: str) -> None:
+        """A request comes: a lease at once where the instance is ready, else a ticket."""
+        self.arrived += 1
+        own = self.shared_of(model)
+        if own is not None and own.state is S.READY:
+            own.leases += 1
+            self._request_reaches(own)
+        else:
+            self.tickets.setdefault(model, []).append((self.arrived, self.now))
+
+    def leave(self, model: str) -> None:
+        """The oldest waiting request of a model is given up by its client."""
+        if self.tickets.get(model):
+            self.settled.add(self.tickets[model].pop(0)[0])
+
+    def finish(self, name: str) -> None:
+        """A running request ends."""
+        own = self.instances[name]
+        if own.leases and own.engine == "ready":
+            own.leases -= 1
+            own.last_used = self.now
+
+    def load(self, model: str) -> None:
+        """A person orders a load."""
+        self.inbox.append(ev.LoadOrdered(model, self._command()))
+
+    def unload(self, model: str, *, force: bool) -> None:
+        """A person orders an unload."""
+        if force:
+            self.forced.add(model)
+        self.inbox.append(ev.UnloadOrdered(model, self._command(), force))
+
+    def change_registry(self, model: str, spec: ModelSpec | None) -> None:
+        """A model changes in the registry, or leaves it."""
+        self.registry = {name: s for name, s in {**self.registry, model: spec}.items() if s is not None}
+        self.inbox.append(ev.RegistryChanged(self.registry))
+
+    # What engines do
+
+    def engine_goes_on(self, name: str) -> None:
+        """An engine does the next thing a healthy one does."""
+        own = self.instances[name]
+        if own.engine == "starting":
+            own.engine = "loading"
+            self.inbox.append(ev.Loading(name, 0.0))
+        elif own.engine in {"loading", "waking"}:
+            own.engine = "ready"
+            self.inbox.append(ev.BecameReady(name))
+        elif own.engine in {"stopping", "stuck"}:
+            self._ends(name, EndClass.KILLED if own.engine == "stuck" else EndClass.STOPPED)
+
+    def engine_fails(self, name: str, end_class: EndClass, *, doomed: bool = False) -> None:
+        """An engine ends by itself."""
+        if self.instances[name].engine in ALIVE_ENGINE:
+            self._ends(name, end_class, doomed=doomed)
+
+    def engine_sleeps(self, name: str) -> None:
+        """An engine without a request falls asleep."""
+        own = self.instances[name]
+        if own.engine == "ready" and own.leases == 0:
+            own.engine = "asleep"
+        if own.engine == "asleep":
+            self.inbox.append(ev.FellAsleep(name))
+
+    def stop_fails(self, name: str) -> None:
+        """KILL has no effect for now."""
+        if self.instances[name].engine == "stopping":
+            self.instances[name].engine = "stuck"
+            self.inbox.append(ev.StopFailed(name))
+
+    def shared_of(self, model: str) -> Shared | None:
+        """Return the instance of a model in the shared state."""
+        return next((s for s in self.instances.values() if s.model == model), None)
+
+    def _ends(self, name: str, end_class: EndClass, *, doomed: bool = False) -> None:
+        self.instances[name].engine = "dead"
+        self.instances[name].leases = 0
+        self.inbox.append(ev.Exited(name, end_class, "simulated", 1, doomed))
+
+    def _command(self) -> str:
+        self.arrived += 1
+        self.commands.add(f"c{self.arrived}")
+        return f"c{self.arrived}"
+
+    def _request_reaches(self, own: Shared) -> None:
+        if own.engine == "asleep":
+            name = next(n for n, s in self.instances.items() if s is own)
+            own.engine = "waking"
+            self.inbox.append(ev.Loading(name, 0.0))
+
+    # The scripts
+
+    def _carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.Start():
+                self.instances[action.instance] = Shared(action.model)
+                self.inbox.append(ev.Started(action.instance))
+            case act.Grant() | act.Wake():
+                own = self.instances[action.instance]
+                own.state = S.READY if isinstance(action, act.Grant) else S.WAKING
+                self.inbox.append(ev.Granted(action.instance, self._book(own)))
+            case act.TryStop():
+                own = self.instances[action.instance]
+                stoppable = own.state in {S.READY, S.DRAINING, S.SLEEPING}
+                if own.leases or not stoppable or self.refuse_next:
+                    self.refuse_next = False
+                    self.inbox.append(ev.StopRefused(action.instance, own.leases))
+                else:
+                    self._stop(own)
+                    self.inbox.append(ev.StopGranted(action.instance))
+            case act.TryDrain():
+                own = self.instances[action.instance]
+                if own.state is S.READY and not self.refuse_next:
+                    own.state = S.DRAINING
+                    self.inbox.append(ev.Drained(action.instance, own.leases))
+                else:
+                    self.refuse_next = False
+                    self.inbox.append(ev.DrainRefused(action.instance))
+            case act.TryUndrain():
+                own = self.instances[action.instance]
+                if own.state is S.DRAINING:
+                    own.state = S.READY
+                    self.inbox.append(ev.Undrained(action.instance, self._book(own)))
+                else:
+                    self.inbox.append(ev.UndrainRefused(action.instance))
+            case act.TrySleep():
+                own = self.instances[action.instance]
+                if own.leases:
+                    own.state = S.READY
+                    self.inbox.append(ev.SleepRefused(action.instance, own.leases))
+                else:
+                    own.state = S.SLEEPING
+                    self.inbox.append(ev.Slept(action.instance))
+            case act.AbortLoad() | act.ForceStop():
+                own = self.instances[action.instance]
+                own.leases = 0
+                self._stop(own)
+            case act.FailTickets():
+                held = self.tickets.get(action.model, [])
+                hit = [i for i, _ in held if action.tickets is None or str(i) in action.tickets]
+                self.settled |= set(hit)
+                self.tickets[action.model] = [t for t in held if t[0] not in hit]
+            case act.Ended():
+                del self.instances[action.instance]
+            case act.Answer():
+                assert action.command in self.commands, "a command was answered twice"
+                self.commands.remove(action.command)
+            case act.Decide():
+                pass
+
+    def _book(self, own: Shared) -> int:
+        held = self.tickets.pop(own.model, [])
+        self.settled |= {i for i, _ in held}
+        own.leases += len(held)
+        if held:
+            self._request_reaches(own)
+        return len(held)
+
+    def _stop(self, own: Shared) -> None:
+        own.state = S.STOPPING
+        own.killed_by_us = True
+        if own.engine != "dead":
+            own.engine = "stopping"
+
+    # What must hold
+
+    def _check(self, before: State, done: Step, event: ev.Event) -> None:
+        state = done.state
+        assert done.wake_at is None or done.wake_at > self.now
+        assert not unexplained(state)
+        for row in explain(state, self.now):
+            assert row.text
+        limit = self.policy.models_max
+        assert limit == 0 or len(state.instances) <= limit
+        models = [i.model for i in state.instances.values()]
+        assert len(models) == len(set(models)), "two instances of one model"
+        for device, capacity in self.policy.capacity.items():
+            assert sum(booked(i).get(device, 0) for i in state.instances.values()) <= capacity
+        for action in done.actions:
+            self._check_action(before, state, action, event)
+        self._check_victims(state)
+
+    def _check_victims(self, state: State) -> None:
+        """Nobody is sent away for whom there is no need, as far as slots tell."""
+        evicting = [
+            i for i in state.instances.values()
+            if i.leaving and i.leaving.end_class is EndClass.EVICTED and i.state is S.DRAINING and i.leaving.for_model
+        ]  # fmt: skip
+        waiting = {entry.model for entry in entries(state)}
+        assert all(i.leaving and i.leaving.for_model in waiting for i in evicting)
+
+    def _check_action(self, before: State, after: State, action: act.Action, event: ev.Event) -> None:
+        match action:
+            case act.TryStop(end_class=EndClass.EVICTED):
+                own = after.instances[action.instance]
+                was = before.instances.get(action.instance, own)
+                spec = after.models.get(own.model)
+                assert own.leases == 0
+                assert own.state in {S.READY, S.SLEEPING, S.DRAINING}
+                assert was.state not in {S.STARTING, S.LOADING, S.WAKING}
+                if own.state is not S.DRAINING:
+                    assert own.model not in after.demands, "a wanted instance was chosen"
+                    assert spec is None or not spec.pinned
+                self._check_residence(after, action.for_model, own.id)
+            case act.TryDrain():
+                own = after.instances[action.instance]
+                assert own.state is S.READY
+                if not action.ordered:
+                    entry = next(e for e in entries(after) if e.model == action.for_model)
+                    assert entry.overdue_at <= self.now
+                    spec = after.models.get(own.model)
+                    assert spec is None or not spec.pinned
+                    self._check_residence(after, action.for_model, own.id)
+            case act.AbortLoad(end_class=EndClass.ABANDONED):
+                own = after.instances[action.instance]
+                assert own.model not in after.demands
+                assert own.model not in after.orders
+                assert action.for_model in {e.model for e in entries(after)}
+            case act.ForceStop():
+                assert isinstance(event, ev.UnloadOrdered | ev.Unresponsive)
+                assert self.instances[action.instance].model in self.forced or isinstance(
+                    event, ev.Unresponsive
+                )
+            case act.Start():
+                assert not before.recovering or isinstance(event, ev.RecoveryDone)
+                known = before.troubles.get(action.model)
+                same = known is not None and known.revision == action.revision
+                ordered = isinstance(event, ev.LoadOrdered | ev.RegistryChanged)
+                assert not (same and known and known.until > self.now) or ordered
+            case act.Grant():
+                assert after.instances[action.instance].ask is Ask.GRANT
+
+    def _check_residence(self, state: State, for_model: str | None, name: str) -> None:
+        own = state.instances[name]
+        if for_model is None or own.state is S.DRAINING or not own.served or own.ready_at is None:
+            return
+        spec = state.models[for_model]
+        bound = (self.policy.max_wait if spec.max_wait is None else spec.max_wait) / 2
+        stays = min(max(self.policy.min_residence, own.load_time / 2), bound)
+        assert self.now >= own.ready_at + stays, "sent away before its minimum residence"
+
+    def _shuffled(self, state: State) -> State:
+        names = ("models", "instances", "demands", "orders", "troubles", "waits")
+        return replace(
+            state, **{name: dict(self.shuffle(list(getattr(state, name).items()))) for name in names}
+        )
+
+    def _shuffled_event(self, event: ev.Event) -> ev.Event:
+        if isinstance(event, ev.Observed):
+            demands = dict(self.shuffle(list(event.demands.items())))
+            return replace(event, demands=demands, claims=dict(self.shuffle(list(event.claims.items()))))
+        if isinstance(event, ev.RegistryChanged):
+            return replace(event, models=dict(self.shuffle(list(event.models.items()))))
+        return event
+
+    # Liveness
+
+    def calm_down(self) -> None:
+        """From now on nobody comes, engines are well and everything ends in its time: every ticket must end too."""
+        self.refuse_next = False
+        bound = self.now + self.policy.queue_timeout + self.policy.max_wait + 10
+        while self.inbox or any(self.tickets.values()) or self.state.orders:
+            assert self.now <= bound, f"still waiting: {self.tickets} {self.state.waits}"
+            while self.inbox:
+                self.pump()
+            for name in list(self.instances):
+                own = self.instances[name]
+                self.engine_goes_on(name)
+                while own.leases and own.engine == "ready":
+                    self.finish(name)
+            self.see()
+            if not self.inbox:
+                self.advance(1.0 if self.wake_at is None else min(max(self.wake_at - self.now, 0.1), 5.0))
+            if self.state.orders and all(self.held_for_ever(m) for m in self.state.orders):
+                if not any(self.tickets.values()):
+                    return
+
+    def held_for_ever(self, model: str) -> bool:
+        """Return whether an ordered load waits for room that only pinned models have."""
+        blocked = self.state.waits.get(model)
+        return blocked is not None and blocked.reason.value in {"pinned", "behind"}
+
+
+def slots_used(state: State) -> int:
+    """Return the slots taken."""
+    return sum(booked(i)[SLOT] for i in state.instances.values())
