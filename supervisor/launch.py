@@ -14,7 +14,7 @@ from llamastead.supervisor.logfiles import log_path
 from llamastead.supervisor.registry.model import ModelEntry
 from llamastead.supervisor.registry.options import OptionTable
 from llamastead.supervisor.registry.render import command_words
-from llamastead.supervisor.registry.reserved import SELECTS_MODEL, is_for_instances
+from llamastead.supervisor.registry.reserved import SELECTS_MODEL, SILENCING, is_for_instances
 
 SOCKET_PATH_BYTES = 107  # what a unix socket's address can hold
 LOG_BYTES = 4 * 1024 * 1024  # of a model's log file, and as much again of the one before
@@ -151,8 +151,7 @@ def instance_options(
         "log-colors": "off",
         "cors-origins": "localhost",
     }
-    silencing = ("log-disable", "log-jsonl")  # they would take away the lines that tell why an instance ended
-    options = {name: value for name, value in entry.options.items() if name not in silencing}
+    options = {name: value for name, value in entry.options.items() if name not in SILENCING}
     return unsaid | options | {name: value for name, value in forced.items() if name in table}
 
 

@@ -35,6 +35,9 @@ NOT_FOR_ALL: Mapping[str, str] = {
     "log-file": _ONE_FILE,
 }
 
+# Would take away the log lines that tell why an instance ended and what memory it took.
+SILENCING = frozenset({"log-disable", "log-jsonl"})
+
 
 def is_reserved_variable(name: str, table: OptionTable) -> bool:
     """Whether an environment variable would undo what Llamastead decides for its instances."""
@@ -44,4 +47,4 @@ def is_reserved_variable(name: str, table: OptionTable) -> bool:
 
 def is_for_instances(canonical: str) -> bool:
     """Whether an environment variable of this option may reach instances."""
-    return canonical not in RESERVED and canonical not in NOT_FOR_ALL and canonical not in SELECTS_MODEL
+    return canonical not in {*RESERVED, *NOT_FOR_ALL, *SELECTS_MODEL, *SILENCING}
