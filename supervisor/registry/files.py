@@ -1,12 +1,11 @@
 """What file names say: shards, projectors, drafts, and what a models folder holds."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamastead.shared.gguf import SHARD
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _DRAFT_PREFIXES = ("mtp-", "dspark-", "dflash-")
 
 
@@ -18,15 +17,6 @@ class FoundModel:
     path: Path
     mmproj: Path | None = None
     draft: Path | None = None
-
-
-def shard_files(path: Path) -> list[Path]:
-    """Return the files of the model whose first one is `path`: itself, or all shards that its name counts."""
-    match = _SHARD.fullmatch(path.name)
-    if not match:
-        return [path]
-    stem, count = match[1], match[3]
-    return [path.with_name(f"{stem}-{index:05}-of-{count}.gguf") for index in range(1, int(count) + 1)]
 
 
 def scan_models_dir(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
@@ -60,8 +50,8 @@ def _scan_sub_folder(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
     weights = [file for file in files if not _is_part(file)]
     main = [file for file in weights if "draft" not in file.name.lower()] or weights
     main = [file for file in main if _stem(file) == folder.name] or main
-    main = [file for file in main if _SHARD.fullmatch(file.name)] or main
-    if not main and any(_SHARD.fullmatch(file.name) for file in files):
+    main = [file for file in main if SHARD.fullmatch(file.name)] or main
+    if not main and any(SHARD.fullmatch(file.name) for file in files):
         return [], [Problem(Severity.WARNING, str(folder), "the first shard of its model is missing")]
     if len(main) < 2:
         return [FoundModel(folder.name, file, mmproj, draft) for file in main], []
@@ -76,7 +66,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _is_part(path: Path) -> bool:
     """Whether this file is only a part of another's model: a later shard, a projector, a draft."""
-    shard = _SHARD.fullmatch(path.name)
+    shard = SHARD.fullmatch(path.name)
     later = shard is not None and int(shard[2]) > 1
     return later or "mmproj" in path.name or path.name.startswith(_DRAFT_PREFIXES)
 

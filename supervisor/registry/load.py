@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from llamastead.shared.gguf import shard_files
 from llamastead.shared.words import Source
 from llamastead.supervisor.registry import keys
-from llamastead.supervisor.registry.files import shard_files
 from llamastead.supervisor.registry.ini import GLOBAL_SECTION
 from llamastead.supervisor.registry.layers import Layer, read_arguments, read_folder, read_preset
 from llamastead.supervisor.registry.model import (

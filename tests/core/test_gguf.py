@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_model_bytes
 
-from llamastead.supervisor.registry.gguf import GgufError, GgufMetadata, read_metadata
+from llamastead.shared.gguf import GgufError, GgufMetadata, read_metadata
 from llamastead.supervisor.selftest import smallest_model
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from llamastead.supervisor.registry.files import FoundModel, scan_models_dir, shard_files
+from llamastead.shared.gguf import shard_files
+from llamastead.supervisor.registry.files import FoundModel, scan_models_dir
 from llamastead.supervisor.registry.model import RegistryError, Severity
 
 

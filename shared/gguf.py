@@ -5,13 +5,15 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamastead.supervisor.registry.files import shard_files
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""File names of a model in several files: stem, number and count."""
 
 _SCALARS: Mapping[int, struct.Struct] = {
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
@@ -46,6 +48,15 @@ class GgufMetadata:
     chat_template: bool
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...] = ("text",)
+
+
+def shard_files(path: Path) -> list[Path]:
+    """Return the files of the model whose first one is `path`: itself, or all shards that its name counts."""
+    match = SHARD.fullmatch(path.name)
+    if not match:
+        return [path]
+    stem, count = match[1], match[3]
+    return [path.with_name(f"{stem}-{index:05}-of-{count}.gguf") for index in range(1, int(count) + 1)]
 
 
 def read_metadata(path: Path, mmproj: Path | None = None) -> GgufMetadata:
