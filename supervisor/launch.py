@@ -14,7 +14,7 @@ from llamastead.supervisor.logfiles import log_path
 from llamastead.supervisor.registry.model import ModelEntry
 from llamastead.supervisor.registry.options import OptionTable
 from llamastead.supervisor.registry.render import command_words
-from llamastead.supervisor.registry.reserved import SELECTS_MODEL, SILENCING, is_for_instances
+from llamastead.supervisor.registry.reserved import SILENCING, is_for_instances, selects_model
 
 SOCKET_PATH_BYTES = 107  # what a unix socket's address can hold
 LOG_BYTES = 4 * 1024 * 1024  # of a model's log file, and as much again of the one before
@@ -106,7 +106,7 @@ def build_spec(
     socket = str(folder / "e.sock")
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
         raise LaunchError(f"{socket} is too long for a unix socket; use a shorter --run-dir")
-    if not SELECTS_MODEL & entry.options.keys():
+    if not any(map(selects_model, entry.options)):
         raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
     if unknown := [name for name in entry.options if name not in engine.options]:
         raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")

@@ -132,6 +132,7 @@ HELP = """\
 --chat-template JINJA_TEMPLATE          set custom jinja chat template (default: template taken from model's
                                         metadata)
                                         (env: LLAMA_ARG_CHAT_TEMPLATE)
+--gpt-oss-20b-default                   use gpt-oss-20b (note: can download weights from the internet)
 --sleep-idle-seconds SECONDS            number of seconds of idleness after which the server will sleep
                                         (default: -1; -1 = disabled)
                                         (env: LLAMA_ARG_SLEEP_IDLE_SECONDS)

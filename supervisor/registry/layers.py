@@ -11,7 +11,7 @@ from llamastead.supervisor.registry.files import scan_models_dir
 from llamastead.supervisor.registry.ini import GLOBAL_SECTION, Section, Setting, parse_ini
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 from llamastead.supervisor.registry.options import FALSE, TRUE, OptionError, OptionTable
-from llamastead.supervisor.registry.reserved import NOT_FOR_ALL, RESERVED, SELECTS_MODEL, is_reserved_variable
+from llamastead.supervisor.registry.reserved import NOT_FOR_ALL, RESERVED, is_reserved_variable, selects_model
 
 _TAG_END = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
 
@@ -45,7 +45,7 @@ def read_arguments(words: Sequence[str], table: OptionTable, problems: list[Prob
     except OptionError as error:
         raise RegistryError(f"command line: {error}") from None
     for name in options:
-        if name in SELECTS_MODEL:
+        if selects_model(name):
             raise RegistryError(
                 f"command line: --{name} names one model; give a preset file (--models-preset) or a folder "
                 "of models (--models-dir)"

@@ -20,7 +20,7 @@ from llamastead.supervisor.registry.model import (
     Sources,
 )
 from llamastead.supervisor.registry.options import TRUE, OptionTable
-from llamastead.supervisor.registry.reserved import SELECTS_MODEL
+from llamastead.supervisor.registry.reserved import selects_model
 
 _NOTHING = Layer("")
 # An instance comes out the same whatever these are.
@@ -96,7 +96,7 @@ def _files(options: Mapping[str, str]) -> tuple[Path, ...]:
 
 def _faults(entry: ModelEntry) -> list[str]:
     """Say why a model won't load, as far as its files tell."""
-    if not SELECTS_MODEL & entry.options.keys():
+    if not any(map(selects_model, entry.options)):
         return [f"[{entry.name}] names no model: add `model = PATH`"]
     return [f"{entry.name}: {file} doesn't exist" for file in entry.files if not file.is_file()]
 

@@ -1,5 +1,6 @@
 """Engine options that aren't a preset's to set, each with the reason that is shown when it is ignored."""
 
+import re
 from collections.abc import Mapping
 
 from llamastead.supervisor.registry.options import OptionTable
@@ -25,7 +26,9 @@ RESERVED: Mapping[str, str] = {
 }
 
 # Choose a model: on the command line or in the environment they would give every instance the same one.
-SELECTS_MODEL = frozenset({"model", "model-url", "hf-repo", "hf-file", "docker-repo"})
+_MODEL_OPTIONS = frozenset({"model", "model-url", "hf-repo", "hf-file", "docker-repo"})
+# Flags that stand for a whole set-up with its model: --gpt-oss-20b-default, --fim-qwen-7b-spec.
+_SET_UP = re.compile(r"(?!spec-).+-(?:default|spec)")
 
 # Make no sense for all instances at once.
 NOT_FOR_ALL: Mapping[str, str] = {
@@ -45,6 +48,11 @@ def is_reserved_variable(name: str, table: OptionTable) -> bool:
     return name.startswith("LLAMA_SERVER_") or (option is not None and option.canonical in RESERVED)
 
 
+def selects_model(canonical: str) -> bool:
+    """Whether an option says which model an instance loads."""
+    return canonical in _MODEL_OPTIONS or _SET_UP.fullmatch(canonical) is not None
+
+
 def is_for_instances(canonical: str) -> bool:
     """Whether an environment variable of this option may reach instances."""
-    return canonical not in {*RESERVED, *NOT_FOR_ALL, *SELECTS_MODEL, *SILENCING}
+    return canonical not in {*RESERVED, *NOT_FOR_ALL, *SILENCING} and not selects_model(canonical)

@@ -189,6 +189,7 @@ def test_a_model_that_can_not_be_started_is_refused_in_words():
     """Build without a model, with an option the engine lacks, and in a run folder that is too deep."""
     with pytest.raises(LaunchError, match=r"\[m\] names no model; add"):
         spec(ModelEntry("m", Source.PRESET, {}))
+    assert "--gpt-oss-20b-default" in spec(ModelEntry("m", Source.PRESET, {"gpt-oss-20b-default": "on"})).argv
     with pytest.raises(LaunchError, match=r"/opt/llama-server of \[m\] has no option --frobnicate"):
         spec(entry({"frobnicate": "1"}))
     with pytest.raises(LaunchError, match=r"too long for a unix socket; use a shorter --run-dir"):
