@@ -1,0 +1,77 @@
+"""A role of `up` that does what the test wants: `fake_role.py ROLE`.
+
+FAKE_JOURNAL names a file that gets a line `role pid event monotonic-seconds` for each thing that happens.
+FAKE_<ROLE> is a JSON object: `exit` ends it at once with that code, `deaf` ignores TERM and INT, `orphan`
+starts a child in a session of its own that ignores TERM. The supervisor's fake leads; the gateway's answers 200
+to everything.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+ROLE = sys.argv[1]
+WISHES = json.loads(os.environ.get(f"FAKE_{ROLE.upper()}", "{}"))
+
+
+def note(event, pid=None):
+    line = f"{ROLE} {pid or os.getpid()} {event} {time.monotonic()}\n"
+    journal = os.open(os.environ["FAKE_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(journal, line.encode())
+    os.close(journal)
+
+
+def on_stop(number, _):
+    note(signal.Signals(number).name)
+    if not WISHES.get("deaf"):
+        os._exit(0)
+
+
+def start_orphan():
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            signal.pause()
+    note("orphan", pid)
+
+
+def lead():
+    from llamastead.shared.store.connect import connect_sync
+
+    redis = connect_sync(os.environ["LLAMASTEAD_REDIS_URL"])
+    prefix = os.environ["LLAMASTEAD_REDIS_PREFIX"]
+    redis.hset(f"{prefix}leadership", mapping={"pid": os.getpid(), "host": os.environ["LLAMASTEAD_HOST_ID"]})
+    redis.hset(f"{prefix}herd", "incarnation", "1")
+    redis.zadd(f"{prefix}models", {"small": 1})
+    redis.hset(f"{prefix}model:small", mapping={"name": "small", "source": "models_dir"})
+
+
+def answer():
+    listener = socket.socket(fileno=int(os.environ["LLAMASTEAD_LISTEN_FD"]))
+    while True:
+        connection, _ = listener.accept()
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        connection.close()
+
+
+note("start")
+if "exit" in WISHES:
+    sys.exit(WISHES["exit"])
+signal.signal(signal.SIGTERM, on_stop)
+signal.signal(signal.SIGINT, on_stop)
+signal.signal(signal.SIGHUP, lambda *_: note("SIGHUP"))
+if WISHES.get("orphan"):
+    start_orphan()
+if ROLE == "supervisor":
+    lead()
+if ROLE == "gateway":
+    answer()
+note("waiting")
+while True:
+    signal.pause()
