@@ -208,7 +208,7 @@ def test_a_second_signal_hurries(run: Run) -> None:
 
 
 def test_orphans_live_through_the_supervisors_death_and_end_with_up(run: Run) -> None:
-    """Kill a supervisor that has a child: the child lives on below `up`, and is killed and reaped at the end."""
+    """Kill a supervisor that has a child: it lives on below `up`, and is killed and reaped at the end."""
     run.start("--stop-timeout", "1", supervisor={"orphan": True}).says("listening")
     orphan, supervisor = run.noted("supervisor", "orphan")[0][0], run.noted("supervisor", "start")[0][0]
     os.kill(supervisor, signal.SIGKILL)
@@ -220,7 +220,7 @@ def test_orphans_live_through_the_supervisors_death_and_end_with_up(run: Run) ->
 
 
 def test_when_up_is_killed_its_roles_go_and_the_next_one_starts(run: Run) -> None:
-    """Kill `up` itself: roles and Valkey end by themselves, what the supervisor started stays for adoption."""
+    """Kill `up` itself: roles and Valkey end by themselves, what the supervisor started stays."""
     run.start(supervisor={"orphan": True}).says("listening")
     orphan = run.noted("supervisor", "orphan")[0][0]
     below = descendants_of(run.pid, set()) - {orphan}
