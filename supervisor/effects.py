@@ -216,7 +216,9 @@ class Effects:
     async def _put(
         self, instance: str, state: InstanceState, model: str, fields: Mapping[str, str | int]
     ) -> None:
-        await self._store.put_instance(instance, {"model": model, "state": state, **fields}, model, {})
+        await self._store.put_instance(
+            instance, {"model": model, "state": state, **fields}, model, {"failed": 0, "progress": ""}
+        )
 
     async def _claims(self, instance: str) -> int:
         held = (await self._store.observe()).claims.get(instance)

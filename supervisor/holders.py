@@ -160,6 +160,11 @@ class Holders:
             link.close()
         self._models.pop(instance, None)
 
+    def knows(self, instance: str) -> bool:
+        """Return whether this process is connected to the holder of an instance."""
+        link = self._links.get(instance)
+        return link is not None and link.open
+
     def model_of(self, instance: str) -> str:
         """Return the model of an instance that was started or adopted and is not forgotten yet."""
         return self._models[instance]

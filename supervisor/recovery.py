@@ -1,6 +1,5 @@
 """The start of a reign: every instance from before is found, verified and adopted, or cleaned up."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,12 +82,9 @@ class Recovery:
         }
         if "started_ms" not in record:
             fields["started_ms"] = wall_ms()
-        # READY is a script's to write, since it grants the waiting tickets with it.
+        # READY is a script's to write, since it grants the waiting tickets with it; the core asks for it.
         shown = S.RECOVERING if state is S.READY and record.get("state") != S.READY else state
         await self.store.put_instance(view.instance, fields | {"state": shown}, view.model, {})
-        if state is S.READY:
-            meta = {"meta": json.dumps(view.ready_payload)} if view.ready_payload else {}
-            await self.store.ready(view.instance, view.model, {}, meta)
         log.info(
             "instance adopted",
             extra={"model": view.model, "instance": view.instance, "pid": view.pid, "state": state},

@@ -88,7 +88,7 @@ class Reign:
                 queue_timeout=settings.queue_timeout,
                 stall_timeout=settings.stall_timeout,
             ),
-            f"{settings.host_id}-{lead.number}-",
+            f"{settings.host_id}-{lead.number}",
             configuration.specs(),
             lead.token,
         )

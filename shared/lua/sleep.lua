@@ -1,4 +1,5 @@
--- Notes that a READY instance gave its memory back. Refused while anybody holds a lease, who would wake it at once.
+-- Notes that an instance gave its memory back, or that one that was to wake sleeps on. Refused while anybody holds
+-- a lease, who would wake it at once.
 --
 -- KEYS: leader instance_key leases_key events
 -- ARGV: prefix token instance status
@@ -11,7 +12,7 @@ local state = redis.call('HGET', instance_key, 'state')
 if not state then
   return { UNKNOWN_INSTANCE }
 end
-if state ~= 'ready' then
+if state ~= 'ready' and state ~= 'waking' and state ~= 'sleeping' then
   return { WRONG_STATE, state }
 end
 if redis.call('EXISTS', leases_key) == 1 then

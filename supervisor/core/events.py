@@ -221,6 +221,15 @@ class LoadOrdered:
 
 
 @dataclass(frozen=True)
+class ShutDown:
+    """The whole herd is to stop: nothing starts any more, idle instances go at once, busy ones when they
+    are done or, with `force`, now.
+    """
+
+    force: bool = False
+
+
+@dataclass(frozen=True)
 class UnloadOrdered:
     """A person asks for a model to go; `force` cuts what runs. An `instance` that is not current any more
     does nothing.
@@ -260,5 +269,6 @@ Event = (
     | RecoveryDone
     | LoadOrdered
     | UnloadOrdered
+    | ShutDown
     | InstanceEvent
 )

@@ -10,7 +10,7 @@ from llamastead.supervisor.core import trouble
 from llamastead.supervisor.core.actions import Ended, ForceStop, Grant, TrySleep
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, Change
-from llamastead.supervisor.core.orders import on_load_ordered, on_unload_ordered
+from llamastead.supervisor.core.orders import on_load_ordered, on_shut_down, on_unload_ordered
 from llamastead.supervisor.core.state import Ask, Claims, Instance, Leaving
 
 S = InstanceState
@@ -308,4 +308,5 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.RecoveryDone: on_recovery_done,
     ev.LoadOrdered: on_load_ordered,
     ev.UnloadOrdered: on_unload_ordered,
+    ev.ShutDown: on_shut_down,
 }

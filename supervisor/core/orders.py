@@ -10,7 +10,7 @@ from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import trouble
 from llamastead.supervisor.core.actions import AbortLoad, Answer, ForceStop
 from llamastead.supervisor.core.draft import Draft
-from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered
+from llamastead.supervisor.core.events import LoadOrdered, ShutDown, UnloadOrdered
 from llamastead.supervisor.core.lifecycle import GOES, LOADS, Change
 from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Ask, Instance, Leaving, ModelSpec
@@ -24,6 +24,9 @@ def on_load_ordered(draft: Draft, event: LoadOrdered) -> None:
     """
     if event.model not in draft.state.models:
         draft.do(Answer(event.command, ApiError(404, "model is not found")))
+        return
+    if draft.state.closing:
+        draft.do(Answer(event.command, ApiError(503, "the herd is stopping", retry_after=10)))
         return
     own = draft.state.instance_of(event.model)
     if own is not None and not _goes(own):
@@ -52,6 +55,13 @@ def on_unload_ordered(draft: Draft, event: UnloadOrdered) -> None:
     draft.do(Answer(event.command))
     if own is not None and current:
         _unload(draft, own, force=event.force)
+
+
+def on_shut_down(draft: Draft, event: ShutDown) -> None:
+    """Send every instance away and let nothing new begin; those who wait are told so by the next look."""
+    draft.state = replace(draft.state, closing=True, recovering=False, orders={})
+    for _, instance in sorted(draft.state.instances.items()):
+        _unload(draft, instance, force=event.force)
 
 
 def _goes(own: Instance) -> bool:

@@ -32,6 +32,7 @@ class RefuseReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     STALLED = "stalled"
     UNLOADED = "unloaded"
+    CLOSING = "closing"
 
 
 class Verdict(StrEnum):

@@ -44,6 +44,7 @@ def look(draft: Draft) -> None:
     _undrain(draft)
     _leave(draft)
     _end_idle(draft)
+    _set_alarm(draft)
 
 
 def _instances(draft: Draft) -> list[Instance]:
@@ -54,10 +55,7 @@ def _end_stalled(draft: Draft) -> None:
     """End loads that made no progress for the stall timer, and tell those who wait."""
     limit = draft.state.policy.stall_timeout
     for instance in _instances(draft):
-        if instance.state not in LOADS and instance.state is not S.WAKING:
-            continue
-        if draft.now < instance.moved_at + limit:
-            draft.wake(instance.moved_at + limit)
+        if not _is_timed(instance) or draft.now < instance.moved_at + limit:
             continue
         reason = f"no progress for {limit:g} s (stall-timeout)"
         leaving = Leaving(EndClass.FAILED_TO_START, reason=reason)
@@ -75,6 +73,10 @@ def _refuse(draft: Draft) -> None:
     """Settle the tickets that cannot be served: unknown model, too old, or a start known to be doomed."""
     state = draft.state
     for model, demand in sorted(state.demands.items()):
+        if state.closing:
+            fields = {"reason": str(RefuseReason.CLOSING)}
+            draft.fail(model, ApiError(503, "the herd is stopping", fields, retry_after=10))
+            continue
         if model not in state.models:
             fields = {"reason": str(RefuseReason.NOT_FOUND)}
             draft.fail(model, ApiError(404, f"model '{model}' not found", fields))
@@ -88,8 +90,6 @@ def _refuse(draft: Draft) -> None:
             draft.drop_demand(model)
             if left.tickets > 0:
                 draft.state = replace(draft.state, demands={**draft.state.demands, model: left})
-        else:
-            draft.wake(demand.first + state.policy.queue_timeout)
     for model in sorted(state.orders):
         if model not in state.models:
             draft.drop_order(model)
@@ -136,7 +136,8 @@ def _grant(draft: Draft) -> None:
 def _plan(draft: Draft) -> None:
     """Go through the queue in order: start what has room, make room for the rest, note why each one waits."""
     entries = queue.entries(draft.state)
-    _forget_retries(draft, {entry.model for entry in entries})
+    wanted = {entry.model for entry in entries}
+    _forget_retries(draft, wanted)
     left = queue.snapshot(draft.state, entries, draft.now)
     owners: dict[str, str] = {}
     waits: dict[str, Wait] = {}
@@ -148,10 +149,11 @@ def _plan(draft: Draft) -> None:
             decided = planner.plan(left, need)
             wait = _commit(draft, need, decided, left, own, owners)
             left = planner.reserve(left, need, decided)
+            now = draft.state.instance_of(entry.model)
+            if isinstance(decided, planner.Start) and now is not None:
+                left = left.with_candidate(queue.candidate(draft.state, now, wanted))
         if wait is not None:
             waits[entry.model] = wait
-            if wait.until is not None:
-                draft.wake(wait.until)
     for instance in _instances(draft):
         leaving = instance.leaving
         if leaving and instance.state is not S.STOP_FAILED and leaving.for_model != owners.get(instance.id):
@@ -236,7 +238,6 @@ def _start(draft: Draft, model: str) -> Instance:
     )
     draft.state = replace(state.put(instance), next_number=state.next_number + 1)
     draft.do(Start(instance.id, model, spec.revision))
-    draft.wake(draft.now + state.policy.stall_timeout)
     return instance
 
 
@@ -299,18 +300,38 @@ def _leave(draft: Draft) -> None:
 def _end_idle(draft: Draft) -> None:
     """End instances that inference has not used for their unload-after. A pinned one stays."""
     for instance in _instances(draft):
-        spec = draft.state.models.get(instance.model)
-        if spec is None or spec.unload_after is None or spec.pinned or instance.state not in SERVES:
-            continue
-        if instance.leases or instance.leaving or instance.ask or instance.stale:
-            continue
-        if instance.model in draft.state.demands:
-            continue
-        due = instance.last_used + spec.unload_after
-        if due <= draft.now:
+        due = _idle_end(draft, instance)
+        if due is not None and due <= draft.now:
             _try_stop(draft, instance, Leaving(EndClass.IDLE))
-        else:
+
+
+def _idle_end(draft: Draft, instance: Instance) -> float | None:
+    """Return when an instance that nobody holds or wants goes by itself, or None."""
+    spec = draft.state.models.get(instance.model)
+    if spec is None or spec.unload_after is None or spec.pinned or instance.state not in SERVES:
+        return None
+    held = instance.leases or instance.leaving or instance.ask or instance.stale
+    return None if held or instance.model in draft.state.demands else instance.last_used + spec.unload_after
+
+
+def _is_timed(instance: Instance) -> bool:
+    return instance.state in LOADS or instance.state is S.WAKING
+
+
+def _set_alarm(draft: Draft) -> None:
+    """Ask to be woken when the next thing is due by itself."""
+    policy = draft.state.policy
+    for instance in draft.state.instances.values():
+        if _is_timed(instance):
+            draft.wake(instance.moved_at + policy.stall_timeout)
+        due = _idle_end(draft, instance)
+        if due is not None:
             draft.wake(due)
+    for demand in draft.state.demands.values():
+        draft.wake(demand.first + policy.queue_timeout)
+    for wait in draft.state.waits.values():
+        if wait.until is not None:
+            draft.wake(wait.until)
 
 
 def _too_big(need: planner.Need, refused: planner.Refuse) -> ApiError:

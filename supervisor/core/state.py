@@ -171,6 +171,7 @@ class State:
     seed: str = ""
     next_number: int = 1
     recovering: bool = True
+    closing: bool = False
     models: Mapping[str, ModelSpec] = field(default_factory=dict)
     instances: Mapping[str, Instance] = field(default_factory=dict)
     demands: Mapping[str, Demand] = field(default_factory=dict)
