@@ -27,7 +27,7 @@ from stub_http import Exchange, read_request
 KNOBS: dict[str, object] = {
     "load_seconds": 0.05,  # from the first state line to `ready`
     "load_steps": 2,  # progress lines in between
-    "load_gate": None,  # a path: `ready` comes only once it exists
+    "load_gate": None,  # a path: the end of the load comes only once it exists
     "hang": None,  # "loading": never ready; "serving": takes requests and never answers
     "stall": False,  # with hang "loading": not even progress lines
     "crash": None,  # "start" (no state line), "loading", "ready", "serving" (after one token), "wake"
@@ -220,6 +220,7 @@ class Engine:
         for k in range(steps):
             time.sleep(float(self.knobs["load_seconds"]) / steps)
             self.progress((k + 1) / steps)
+        self.wait_for_gate("load_gate")
         self.crash_at(phase)
         if not os.path.exists(self.model):
             self.log(
@@ -227,7 +228,6 @@ class Engine:
                 "E",
             )
             fail("srv  llama_server: exiting due to model loading error")
-        self.wait_for_gate("load_gate")
 
     def about(self):
         names = [n for n in str(self.options.get("--alias", "")).split(",") if n] or [self.model]

@@ -32,7 +32,20 @@ def spec_for(
     """Return a spec of a small instance; `options` are further arguments, `env` further variables."""
     nonce = secrets.token_hex(16)
     sock = str(run_dir / "i" / instance / "e.sock")
-    small = ("-c", "512", "-np", "2", "--no-warmup", "-fit", "off", "--metrics", "--log-colors", "off")
+    small = (
+        "-c",
+        "512",
+        "-np",
+        "2",
+        "-t",
+        "1",
+        "--no-warmup",
+        "-fit",
+        "off",
+        "--metrics",
+        "--log-colors",
+        "off",
+    )
     argv = (str(engine), "-m", str(model), "--host", sock, *small, *changes.pop("options", ()))
     env = {
         "PATH": os.environ["PATH"],
