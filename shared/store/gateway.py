@@ -231,6 +231,10 @@ class GatewayStore:
         """Return every registered gateway, id → what it says of itself; two round trips."""
         return await self._hashes(self._keys.gateways, self._keys.gateway)
 
+    async def read_workers(self) -> dict[str, dict[str, str]]:
+        """Return every living worker, name → host, pid, state, job; two round trips."""
+        return await self._hashes(self._keys.workers, self._keys.worker)
+
     async def read_cursors(self, gateway: str) -> Cursors:
         """Return where to begin reading. Take it before reading facts, so that nothing falls between."""
         pipeline = self._redis.pipeline()

@@ -50,6 +50,10 @@ class Keys:
         return self.prefix + "events"
 
     @property
+    def workers(self) -> str:
+        return self.prefix + "workers"
+
+    @property
     def rq(self) -> str:
         """The value of RQ_KEY_PREFIX; RQ puts the colon behind it."""
         return self.prefix + "rq"
