@@ -27,7 +27,7 @@ class Commands:
     """
 
     def __init__(
-        self, store: LeaderStore, run_dir: Path, on_metadata: Callable[[str], Awaitable[None]]
+        self, store: LeaderStore, run_dir: Path, on_metadata: Callable[[str], Awaitable[bool]]
     ) -> None:
         self._store = store
         self._run_dir = run_dir

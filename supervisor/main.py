@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamastead.shared import log as logs
+from llamastead.shared.jobs import Jobs
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.connect import check, connect, explain
 from llamastead.shared.store.errors import StaleLeader, StoreError, StoreUnreachable
@@ -40,6 +41,7 @@ class Supervisor:
         self._configuration = configuration
         self._redis: Redis = connect(settings.redis_url)
         self._keys = Keys(settings.redis_prefix)
+        self._jobs = Jobs(settings.redis_url, self._keys)
         self._epoch_file = settings.run_dir / "epoch"
         self._reign: Reign | None = None
         self._holders = Holders(settings.run_dir, self._on_holder_event)
@@ -57,6 +59,7 @@ class Supervisor:
         with contextlib.suppress(asyncio.CancelledError):
             await duty
         self._holders.close()
+        self._jobs.close()
         await self._redis.aclose()
         return 0
 
@@ -72,7 +75,9 @@ class Supervisor:
         # What the holders told an earlier reign is told again to this one: adoption starts from connecting.
         self._holders.close()
         self._holders.set_leadership(lead.number, True)
-        self._reign = reign = Reign(self._settings, self._configuration, self._redis, self._holders, lead)
+        self._reign = reign = Reign(
+            self._settings, self._configuration, self._redis, self._jobs, self._holders, lead
+        )
         try:
             await reign.run(self.stop, self.reload)
         except* OverError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from llamastead.shared.jobs import Jobs
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.errors import NoHerd
@@ -54,7 +55,13 @@ class Reign:
     """
 
     def __init__(
-        self, settings: Settings, configuration: Configuration, redis: Redis, holders: Holders, lead: Lead
+        self,
+        settings: Settings,
+        configuration: Configuration,
+        redis: Redis,
+        jobs: Jobs,
+        holders: Holders,
+        lead: Lead,
     ) -> None:
         self._settings = settings
         self._configuration = configuration
@@ -67,7 +74,7 @@ class Reign:
         keys = Keys(settings.redis_prefix)
         self._reads = GatewayStore(redis, keys)
         self.store = LeaderStore(redis, keys, lead.token)
-        self._metadata = Metadata(settings, redis, keys, self.store)
+        self._metadata = Metadata(jobs, redis, keys, self.store)
         self._commands = Commands(self.store, settings.run_dir, self._metadata.copy)
         effects = Effects(
             self.store,
