@@ -3,7 +3,7 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from io import FileIO
 from typing import Any
 
@@ -41,16 +41,11 @@ class Body:
         """True when `data` is the whole body."""
         return self._file is None
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body from its beginning, in pieces; may be called again after a failed try."""
-        if self._file is None:
-            yield self.data
-            return
-        loop, offset = asyncio.get_running_loop(), 0
-        while offset < self.size:
-            piece = await loop.run_in_executor(None, os.pread, self._file.fileno(), _PIECE_BYTES, offset)
-            offset += len(piece)
-            yield piece
+    async def read_at(self, offset: int) -> bytes:
+        """Return a piece of a body that is not in memory; pieces end at `size`."""
+        assert self._file is not None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, os.pread, self._file.fileno(), _PIECE_BYTES, offset)
 
     def close(self) -> None:
         """Let go of the temporary file."""

@@ -1,8 +1,11 @@
 """What the byte path asks of the rest of the gateway: a catalog of models and an admission desk."""
 
-from typing import Any, Protocol
+from collections.abc import MutableMapping
+from typing import Any, Protocol, TypeVar
 
 from llamastead.shared.words import UseKind
+
+Scope = MutableMapping[str, Any]
 
 
 class CatalogModel(Protocol):
@@ -69,17 +72,20 @@ class Claim(Protocol):
         ...
 
 
-class Admission(Protocol):
+AnyClaim = TypeVar("AnyClaim", bound=Claim)
+
+
+class Admission(Protocol[AnyClaim]):
     """Grants claims on instances, at once or after a wait in the queue."""
 
-    async def acquire(self, model: str, kind: UseKind, request_id: str) -> Claim:
+    async def acquire(self, model: str, kind: UseKind, request_id: str) -> AnyClaim:
         """Return a claim on a ready instance of `model` (canonical name).
 
         Raises ApiError; cancelled, it gives its ticket back.
         """
         ...
 
-    async def refused(self, claim: Claim) -> Claim:
+    async def refused(self, claim: AnyClaim) -> AnyClaim:
         """Trade a claim whose address refused, before any answer came, for one on another instance.
 
         The old claim is closed here, also when this is cancelled. Raises ApiError.
@@ -87,7 +93,27 @@ class Admission(Protocol):
         ...
 
 
-def request_id(scope: dict[str, Any]) -> str:
-    """Return the request's id, which the edge middleware put into `scope["state"]["request_id"]`."""
+class ProxiedRoute(Protocol):
+    """What the route table says of a route that an instance answers."""
+
+    @property
+    def may_load(self) -> bool:
+        """True when a model that isn't loaded is loaded for it without being asked to."""
+        ...
+
+    @property
+    def use(self) -> UseKind | None:
+        """What a request on it is to the scheduler; never None where the proxy is called."""
+        ...
+
+
+def request_id(scope: Scope) -> str:
+    """Return the request's id, which the edge put into `scope["state"]["request_id"]`."""
     found: str = scope["state"]["request_id"]
+    return found
+
+
+def route_of(scope: Scope) -> ProxiedRoute:
+    """Return the request's route, which the edge put into `scope["state"]["route"]`."""
+    found: ProxiedRoute = scope["state"]["route"]
     return found

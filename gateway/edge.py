@@ -1,0 +1,40 @@
+"""uvicorn's HTTP/1.1 protocol with what the byte path needs of it."""
+
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from llamastead.gateway.proxy import AnswerCut
+
+log = logging.getLogger(__name__)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut))
+
+
+# uvicorn closes the connection of an application that raises, as AnswerCut wants it, but logs a
+# trace, too; the proxy has told what happened.
+log.addFilter(_is_news)
+
+
+class EdgeProtocol(HttpToolsProtocol):
+    """One client connection. Tells the running request, not only the last pipelined one, when it is lost."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = log
+        self._running: RequestResponseCycle | None = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End every request of the connection."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
+        super().connection_lost(exc)
