@@ -83,6 +83,7 @@ class Holders:
         self._models: dict[str, str] = {}
         self._early_orders: dict[str, list[tuple[str, dict[str, object]]]] = {}
         self._spare: Link | None = None
+        self._starting_spare = asyncio.Lock()
 
     def set_leadership(self, epoch: int | None, leader: bool) -> None:
         """Tell every holder, later ones too, who speaks; a leader's number makes them refuse lower ones."""
@@ -97,8 +98,9 @@ class Holders:
 
     async def start_spare(self) -> None:
         """Start a holder ahead, unless one waits already. Raises HolderError."""
-        if self._spare is None or not self._spare.open:
-            self._spare = await self._start_holder(self._folder / f"{SPARE_PREFIX}{secrets.token_hex(6)}")
+        async with self._starting_spare:
+            if self._spare is None or not self._spare.open:
+                self._spare = await self._start_holder(self._folder / f"{SPARE_PREFIX}{secrets.token_hex(6)}")
 
     async def start(self, spec: InstanceSpec) -> HolderView:
         """Have a holder, the spare if there is one, start an engine, and return once its process runs.
@@ -199,7 +201,9 @@ class Holders:
         return view
 
     def close(self) -> None:
-        """Hang up everywhere; instances live on for their orphan grace."""
+        """Hang up everywhere; instances live on for their orphan grace, a spare leaves."""
+        if self._spare is not None:
+            self._spare.send("forget", epoch=self._epoch)
         for link in self._all_links():
             link.close()
         self._links, self._spare = {}, None

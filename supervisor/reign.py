@@ -37,8 +37,6 @@ from llamastead.supervisor.running import Running
 
 log = logging.getLogger(__name__)
 
-STOP_MARGIN_S = 2.0
-
 
 @dataclass(frozen=True)
 class Lead:
@@ -200,12 +198,12 @@ class Reign:
                 await self._metadata.read_missing(self._configuration.registry)
 
     async def _stop_all(self) -> None:
-        """Stop every instance: idle ones at once, busy ones when done or when the stop time-out is over."""
+        """Stop every instance: idle ones at once, busy ones when done or when half the stop time-out is over."""
         log.info("stopping all models", extra={"instances": len(self._driver.state.instances)})
         self._tell(ShutDown(force=False))
-        if not await self._all_gone(self._settings.stop_timeout):
+        if not await self._all_gone(self._settings.stop_timeout / 2):
             self._tell(ShutDown(force=True))
-            if not await self._all_gone(self._settings.stop_timeout + STOP_MARGIN_S):
+            if not await self._all_gone(self._settings.stop_timeout / 2):
                 left = sorted(self._driver.state.instances)
                 log.error("instances would not stop; their holders go on trying", extra={"instances": left})
 
