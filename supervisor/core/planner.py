@@ -71,6 +71,11 @@ class Snapshot:
     going: tuple[Going, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
+    def with_candidate(self, candidate: Candidate) -> "Snapshot":
+        """Return it with an instance in place of what was known of that one."""
+        others = (c for c in self.candidates if c.instance != candidate.instance)
+        return replace(self, candidates=(*others, candidate))
+
 
 @dataclass(frozen=True)
 class Need:
@@ -111,10 +116,15 @@ class MakeRoom:
 
 @dataclass(frozen=True)
 class Hold:
-    """No plan yet, for this reason; `takes` is what already goes for the entry."""
+    """No plan yet, for this reason; `takes` is what already goes for the entry.
+
+    `reserves` says that what is free is kept for it. Not so for one that nothing we may do can help: it would block
+    those behind it for nothing.
+    """
 
     wait: Wait
     takes: tuple[str, ...] = ()
+    reserves: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,12 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     if not short and not more:
         return MakeRoom(takes=names)
     if not need.may_choose:
-        return Hold(Wait(WaitReason.LEAVING), names)
+        return Hold(Wait(WaitReason.LEAVING), names, reserves=False)
+    never = [c for c in snapshot.candidates if c.spared in _NEVER]
+    if _missing(need.amounts, _minus(snapshot.capacity, never)):
+        return Hold(_fixed(never), names, reserves=False)
+    if any(snapshot.free[key] < 0 for key in short):
+        return Hold(Wait(WaitReason.BEHIND), names)
     quiet = [c for c in snapshot.candidates if _may_stop(c, need, snapshot.now)]
     chosen = _smallest(sorted(quiet, key=lambda c: c.rank), short, more)
     if chosen is None and need.overdue_at <= snapshot.now:
@@ -173,25 +188,20 @@ def reserve(snapshot: Snapshot, need: Need, decided: Plan) -> Snapshot:
             for g in snapshot.going
             if g.sure or g.owner != need.model
         )
-        return replace(snapshot, free=_minus(snapshot.free, need.amounts), going=given_back)
+        return replace(snapshot, free=_without(snapshot.free, need.amounts), going=given_back)
     victims = set(decided.victims) if isinstance(decided, MakeRoom) else set()
     mine = {*decided.takes, *victims}
     going = tuple(replace(g, owner=need.model) if g.instance in mine else g for g in snapshot.going)
     going += tuple(
         Going(c.instance, c.frees, need.model) for c in snapshot.candidates if c.instance in victims
     )
-    if isinstance(decided, Hold) and not need.may_choose:
+    if isinstance(decided, Hold) and not decided.reserves:
         return replace(snapshot, going=going)
     return replace(
         snapshot,
-        free=_minus(snapshot.free, _left(need.amounts, [g for g in going if g.instance in mine])),
+        free=_without(snapshot.free, _left(need.amounts, [g for g in going if g.instance in mine])),
         going=going,
-        candidates=tuple(
-            replace(c, spared=Verdict.LEAVING, undecided=False, abandoned=False)
-            if c.instance in victims
-            else c
-            for c in snapshot.candidates
-        ),
+        candidates=tuple(c for c in snapshot.candidates if c.instance not in victims),
     )
 
 
@@ -268,10 +278,8 @@ _WHY = (
     (Verdict.SETTLING, WaitReason.BUSY),
     (Verdict.LOADING, WaitReason.STARTING_OTHERS),
     (Verdict.DRAINING, WaitReason.VICTIM),
-    (Verdict.LEAVING, WaitReason.BEHIND),
-    (Verdict.STOP_FAILED, WaitReason.STOP_FAILED),
-    (Verdict.PINNED, WaitReason.PINNED),
 )
+_NEVER = frozenset({Verdict.PINNED, Verdict.STOP_FAILED})
 
 
 def _why(snapshot: Snapshot, need: Need, short: Amounts) -> Wait:
@@ -299,20 +307,39 @@ def _why(snapshot: Snapshot, need: Need, short: Amounts) -> Wait:
     return Wait(WaitReason.BEHIND)
 
 
+def _fixed(never: Sequence[Candidate]) -> Wait:
+    """Return the reason of an entry that waits for room which only a person can make."""
+    stuck = tuple(sorted(c.instance for c in never if c.spared is Verdict.STOP_FAILED))
+    pinned = tuple(sorted(c.instance for c in never if c.spared is Verdict.PINNED))
+    return Wait(WaitReason.STOP_FAILED, stuck) if stuck else Wait(WaitReason.PINNED, pinned)
+
+
 def _missing(wanted: Amounts, available: Amounts) -> dict[str, int]:
     """Return what is wanted beyond what is available, where there is a limit."""
     return {k: n - available[k] for k, n in wanted.items() if k in available and n > available[k]}
 
 
-def _minus(free: Amounts, used: Amounts) -> dict[str, int]:
-    return {k: n - used.get(k, 0) for k, n in free.items()}
+def _minus(amounts: Amounts, holders: Iterable[Candidate | Going]) -> dict[str, int]:
+    """Return what is left of amounts beside these holders."""
+    left = dict(amounts)
+    for each in holders:
+        _spend(left, each.frees)
+    return left
+
+
+def _without(free: Amounts, used: Amounts) -> dict[str, int]:
+    """Return what is free once this is used; below 0 where more is promised than there is."""
+    left = dict(free)
+    _spend(left, used)
+    return left
+
+
+def _spend(left: dict[str, int], used: Amounts) -> None:
+    for key, amount in used.items():
+        if key in left:
+            left[key] -= amount
 
 
 def _left(short: Amounts, freed_by: Iterable[Candidate | Going]) -> dict[str, int]:
     """Return what is still short once these are gone."""
-    left = dict(short)
-    for each in freed_by:
-        for key, amount in each.frees.items():
-            if key in left:
-                left[key] -= amount
-    return {key: amount for key, amount in left.items() if amount > 0}
+    return {key: amount for key, amount in _minus(short, freed_by).items() if amount > 0}

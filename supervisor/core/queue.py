@@ -89,7 +89,7 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
         if sure or (owner and instance.state is not S.STOP_FAILED):
             going.append(Going(instance.id, held, owner, sure))
         else:
-            candidates.append(_candidate(state, instance, held, wanted))
+            candidates.append(candidate(state, instance, wanted))
     return Snapshot(now, free, capacity, tuple(going), tuple(candidates))
 
 
@@ -113,7 +113,8 @@ def _is_hungry(own: Instance | None) -> bool:
     return own is None or own.state in {S.SLEEPING, S.STOPPING}
 
 
-def _candidate(state: State, instance: Instance, held: Amounts, wanted: set[str]) -> Candidate:
+def candidate(state: State, instance: Instance, wanted: set[str]) -> Candidate:
+    """Return an instance as one that could make room, with what protects it; `wanted` are the models in the queue."""
     spared = _spared(state, instance, wanted)
     abandoned = spared is None and instance.state in LOADS
     asleep = instance.state is S.SLEEPING
@@ -121,7 +122,7 @@ def _candidate(state: State, instance: Instance, held: Amounts, wanted: set[str]
     return Candidate(
         instance=instance.id,
         model=instance.model,
-        frees=held,
+        frees=booked(instance),
         spared=spared,
         rank=(
             0 if abandoned else 1 if asleep else 2,

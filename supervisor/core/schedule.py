@@ -40,10 +40,11 @@ def look(draft: Draft) -> None:
     _refuse(draft)
     _send_vanished_away(draft)
     _grant(draft)
+    _send_ordered_away(draft)
+    _end_idle(draft)
     _plan(draft)
     _undrain(draft)
-    _leave(draft)
-    _end_idle(draft)
+    _stop_drained(draft)
     _set_alarm(draft)
 
 
@@ -284,17 +285,24 @@ def _undrain(draft: Draft) -> None:
             draft.do(TryUndrain(instance.id))
 
 
-def _leave(draft: Draft) -> None:
-    """Move on what is to go: stop it once nobody holds it, drain it until then if a person wants it gone."""
+def _send_ordered_away(draft: Draft) -> None:
+    """Move on what is to go in any case: stop it when nobody holds it, else drain it first."""
     for instance in _instances(draft):
         leaving = instance.leaving
-        if leaving is None or instance.ask or instance.stale:
+        if leaving is None or not leaving.ordered or instance.ask or instance.stale:
             continue
-        if instance.state in SERVES or instance.state is S.DRAINING:
-            if instance.leases == 0:
-                _try_stop(draft, instance, leaving)
-            elif instance.state is S.READY:
-                _try_drain(draft, instance, leaving)
+        if instance.leases == 0 and (instance.state in SERVES or instance.state is S.DRAINING):
+            _try_stop(draft, instance, leaving)
+        elif instance.state is S.READY:
+            _try_drain(draft, instance, leaving)
+
+
+def _stop_drained(draft: Draft) -> None:
+    """Stop what was drained for an entry once nobody holds it."""
+    for instance in _instances(draft):
+        drained = instance.state is S.DRAINING and instance.leases == 0
+        if drained and instance.leaving and not instance.ask and not instance.stale:
+            _try_stop(draft, instance, instance.leaving)
 
 
 def _end_idle(draft: Draft) -> None:

@@ -68,7 +68,9 @@ class World:
         assert shuffled == done, "the order of mappings changed the decision"
         self._check(before, done, event)
         again = step(done.state, ev.Tick(), self.now)
-        assert again == Step(done.state, (), done.wake_at), "a second look at the same time found more to do"
+        assert again.actions == (), "a second look at the same time found more to do"
+        assert replace(again.state, waits={}) == replace(done.state, waits={}), "a second look changed more"
+        assert again.wake_at is None or (done.wake_at is not None and done.wake_at <= again.wake_at)
         self.state, self.wake_at = done.state, done.wake_at
         for action in done.actions:
             self._carry_out(action)

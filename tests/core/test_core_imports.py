@@ -11,6 +11,7 @@ PURE = {
     "enum",
     "hashlib",
     "itertools",
+    "json",
     "math",
     "typing",
     "llamastead.shared.errors",
