@@ -162,6 +162,13 @@ class Holders:
             link.close()
         self._models.pop(instance, None)
 
+    def dismiss_spare(self) -> None:
+        """Let the spare leave, if one waits."""
+        if self._spare is not None:
+            self._spare.send("forget", epoch=self._epoch)
+            self._spare.close()
+            self._spare = None
+
     def knows(self, instance: str) -> bool:
         """Return whether this process is connected to the holder of an instance."""
         link = self._links.get(instance)
@@ -201,9 +208,7 @@ class Holders:
         return view
 
     def close(self) -> None:
-        """Hang up everywhere; instances live on for their orphan grace, a spare leaves."""
-        if self._spare is not None:
-            self._spare.send("forget", epoch=self._epoch)
+        """Hang up everywhere; instances live on for their orphan grace."""
         for link in self._all_links():
             link.close()
         self._links, self._spare = {}, None

@@ -93,6 +93,7 @@ class Supervisor:
             await self._wait(PAUSE_AFTER_TROUBLE_S)
         finally:
             self._reign = None
+            self._holders.dismiss_spare()
             self._holders.set_leadership(None, False)
             if self.leave.is_set():
                 with contextlib.suppress(RedisError, StoreError):

@@ -198,7 +198,7 @@ class Reign:
                 await self._metadata.read_missing(self._configuration.registry)
 
     async def _stop_all(self) -> None:
-        """Stop every instance: idle ones at once, busy ones when done, or after a quarter of the stop time-out.
+        """Stop every instance: idle ones at once, busy ones when done or after a quarter of the time-out.
 
         `up` ends the gateways before, so what is still claimed then is claimed by nobody who could use it.
         """
