@@ -1,6 +1,7 @@
 """`llamastead up`: the whole herd of one machine in the foreground, or one role of it."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -31,30 +32,33 @@ def run(settings: Settings, only: str | None = None) -> int:
     """
     roles = ROLES if only is None else (only,)
     prepare_run_folder(settings.run_dir)
-    if "supervisor" not in roles:
-        # A single gateway or worker may join the herd whose `up` holds the folder.
-        return Up(settings, roles).run()
-    settings.check_socket_paths()
-    lock = RunLock(settings.run_dir)
-    try:
-        return Up(settings, roles).run()
-    finally:
-        remove_sockets(settings.run_dir)
-        lock.release()
+    with contextlib.ExitStack() as taken:
+        if "supervisor" in roles:  # a single gateway or worker may join the herd of another `up`
+            settings.check_socket_paths()
+            taken.callback(RunLock(settings.run_dir).release)
+            taken.callback(remove_sockets, settings.run_dir)
+        listener = taken.enter_context(listen(settings.host, settings.port)) if "gateway" in roles else None
+        engine = _tried_engine(settings) if "supervisor" in roles else None
+        return Up(settings, roles, listener, engine).run()
 
 
 class Up:
-    """One run of `up`."""
+    """One run of `up`: its processes, and what it tells of them."""
 
-    def __init__(self, settings: Settings, roles: tuple[str, ...]) -> None:
-        """Take the port and try the engine."""
+    def __init__(
+        self,
+        settings: Settings,
+        roles: tuple[str, ...],
+        listener: socket.socket | None,
+        engine: Engine | None,
+    ) -> None:
+        """`listener` is what gateways accept on; it and `engine` are None where their role does not run."""
         self.settings = settings
         self.embeds_redis = settings.embedded_redis and roles == ROLES
-        self.listener = listen(settings.host, settings.port) if "gateway" in roles else None
+        self.listener = listener
         self.note: GatewayNote | None = None
-        engine = _tried_engine(settings) if "supervisor" in roles else None
         self.loop = Loop(self._programs(roles), settings.stop_timeout)
-        self.announcer = Announcer(settings, engine, url_of(self.listener) if self.listener else None)
+        self.announcer = Announcer(settings, engine, url_of(listener) if listener else None)
 
     def run(self) -> int:
         """Run until stopped and return the exit code."""

@@ -2,8 +2,8 @@
 
 FAKE_JOURNAL names a file that gets a line `role pid event monotonic-seconds` for each thing that happens.
 FAKE_<ROLE> is a JSON object: `exit` ends it at once with that code, `deaf` ignores TERM and INT, `orphan`
-starts a child in a session of its own that ignores TERM. The fake supervisor leads; the fake gateway answers 200
-to everything.
+starts a child in a session of its own that ignores TERM. The fake supervisor leads, the fake gateway
+answers 200 to everything.
 """
 
 import json

@@ -7,6 +7,9 @@ import pytest
 from pydantic import SecretStr
 
 from llamastead.shared.settings import Settings, SettingsError, flag_of, load_settings
+from llamastead.supervisor.engine import find_engine
+from llamastead.supervisor.registry.load import load_registry
+from llamastead.supervisor.registry.model import Sources
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +48,8 @@ def test_flags_are_spelled_as_llama_server_spells_them() -> None:
     assert flag_of("api_keys") == "--api-key"
 
 
-def test_c166_one_limit_whatever_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set models-max by command line and both variables at once: one value wins, and children get just that."""
+def test_c166_one_limit_whatever_its_source(monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
+    """Set models-max by flag, variables and preset at once: one value wins, and children get just that."""
     monkeypatch.setenv("LLAMA_ARG_MODELS_MAX", "3")
     assert load_settings().models_max == 3
     monkeypatch.setenv("LLAMASTEAD_MODELS_MAX", "2")
@@ -56,6 +59,10 @@ def test_c166_one_limit_whatever_its_source(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value in settings.child_env().items():
         monkeypatch.setenv(name, value)
     assert load_settings().models_max == 1
+    preset = short_tmp / "models.ini"
+    preset.write_text("[*]\nmodels-max = 9\n")
+    registry = load_registry(Sources(models_preset=preset), find_engine(None).options)
+    assert "models-max" in str(registry.problems[0])
 
 
 def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

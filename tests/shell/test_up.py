@@ -147,10 +147,11 @@ def test_a_dead_role_comes_back_with_growing_pauses(run: Run) -> None:
 
 
 def test_a_killed_gateway_comes_back_on_the_same_port(run: Run) -> None:
-    """Kill the gateway and connect at once: the address never refuses, since `up` holds the socket."""
+    """Kill the gateway and connect once it is gone: the address does not refuse, since `up` holds the socket."""
     url = run.start().says(r"listening  http://127\.0\.0\.1:(\d+)")
     pid = run.noted("gateway", "start")[0][0]
     os.kill(pid, signal.SIGKILL)
+    until(lambda: gone(pid), lambda: "the gateway's end")
     with socket.create_connection(("127.0.0.1", int(url[1])), PATIENCE_S) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
