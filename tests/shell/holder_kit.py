@@ -134,9 +134,11 @@ def journal(model: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def cleaned(run_dir: Path) -> Iterator[None]:
-    """Leave nothing behind of the instances below a run folder, whatever became of the test."""
+    """Leave nothing behind of the instances below a run folder; a holder that failed fails the test."""
     try:
         yield
+        failures = [path.read_text() for path in run_dir.glob("i/*/holder.err") if path.stat().st_size]
+        assert failures == []
     finally:
         for folder in instance_folders(run_dir):
             if record := read_record(folder):

@@ -4,6 +4,9 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from holder_kit import PATIENCE_S, Watcher, alive, client, journal, spec_for, until
 
 from llamastead.supervisor.holders import (
+    PROGRAM,
     HolderError,
     HolderExit,
     HolderLines,
@@ -219,7 +223,30 @@ async def test_r13_a_stranger_with_the_same_pid_is_not_killed(
     assert alive(record.holder_pid)
     assert alive(view.pid)
     [helper] = [entry["helper"] for entry in journal(model) if entry["event"] == "helper"]
-    assert sorted(kill_recorded(record)) == sorted([record.holder_pid, view.pid, helper])
+    # The engine may end by itself between the holder's end and its own turn.
+    assert {record.holder_pid, helper} <= set(kill_recorded(record))
     await until(lambda: not any(map(alive, (record.holder_pid, view.pid, helper))), "all to end")
     assert kill_recorded(record) == []
     await watcher.event(HolderLost)
+
+
+def test_the_holder_imports_nothing_slow():
+    """Import its main module with its own interpreter flags and look at what came along."""
+    interpreter = getattr(sys, "_base_executable", sys.executable)
+    program = f"import sys; sys.path.insert(0, {str(PROGRAM)!r}); import holding; print(*sys.modules)"
+    run = subprocess.run([interpreter, "-I", "-S", "-c", program], check=True, capture_output=True, text=True)
+    slow = {"asyncio", "logging", "multiprocessing", "pathlib", "site", "subprocess", "threading", "typing"}
+    assert slow & set(run.stdout.split()) == set()
+
+
+async def test_a_holder_starts_in_milliseconds(run_dir: Path, watch: Watch):
+    """Start three holders in turn and time the quickest until it says hello, with ample slack."""
+    times, known = [], set()
+    for _ in range(3):
+        began = time.monotonic()
+        await watch().holders.start_spare()
+        [folder] = set((run_dir / "i").iterdir()) - known
+        assert await watch().holders.adopt(folder) is not None
+        times.append(time.monotonic() - began)
+        known.add(folder)
+    assert min(times) < 0.15
