@@ -186,7 +186,7 @@ async def test_logs_are_bounded_and_pipes_drained(stub: Path, model: Path, run_d
 
 
 @pytest.mark.parametrize("end", ["stop", "crash", "kill"])
-async def test_r07_no_helper_of_the_engine_outlives_it(
+async def test_r7_no_helper_of_the_engine_outlives_it(
     end: str, stub: Path, model: Path, run_dir: Path, watch: Watch
 ):
     """Fork a helper that ignores TERM; end the engine by a stop, a crash and a KILL from outside."""
