@@ -60,7 +60,7 @@ class Jobs:
         self._rq = import_rq(keys)
 
     async def read_metadata(self, model: str, path: Path, mmproj: Path | None, identity: str) -> bool:
-        """Ask for what the headers at `path` and `mmproj` say, to be kept under `identity`: see file_identity.
+        """Ask for what the headers at `path` and `mmproj` say, to be kept under `identity`.
 
         False when the same is under way. The hash `metadata:<identity>` holds the outcome, or `error`, and a
         command {verb: metadata, identity, model} tells. Raises redis.exceptions.RedisError.
