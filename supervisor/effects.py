@@ -15,11 +15,15 @@ from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import actions, events
 from llamastead.supervisor.core.actions import Action
 from llamastead.supervisor.core.events import Event
-from llamastead.supervisor.holders import HolderError, Holders
+from llamastead.supervisor.holder_link import HolderError, HolderView
+from llamastead.supervisor.holders import Holders
 from llamastead.supervisor.launch import InstanceSpec, LaunchError
 from llamastead.supervisor.running import Running
 
 log = logging.getLogger(__name__)
+
+STOP_WAITS_S = 600.0
+"""How long the holder of a stopping instance waits for requests that no lease speaks for any more."""
 
 Answerer = Callable[[str, Mapping[str, Any]], Coroutine[Any, Any, None]]
 
@@ -28,7 +32,8 @@ class Effects:
     """The only way from a decision to the world. `perform` returns the outcomes that are known at once.
 
     `build` makes an instance's start order (LaunchError when it can't), `answer` replies to a command, `tell`
-    gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign.
+    gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign, `on_view` is
+    given what a holder says of itself when its engine was started.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class Effects:
         answer: Answerer,
         tell: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_view: Callable[[str, HolderView], None],
         running: dict[str, Running],
         host: str,
         number: int,
@@ -49,6 +55,7 @@ class Effects:
         self._answer = answer
         self._tell = tell
         self._spawn = spawn
+        self._on_view = on_view
         self._running = running
         self._host = host
         self._number = number
@@ -136,6 +143,7 @@ class Effects:
         if spec.instance in self._running:
             self._running[spec.instance].pid = view.pid or 0
         self._tell(events.Started(spec.instance))
+        self._on_view(spec.instance, view)
         try:
             await self._holders.start_spare()
         except (HolderError, OSError) as error:
@@ -167,7 +175,7 @@ class Effects:
             return events.StopRefused(instance, 0)
         if isinstance(outcome, Claimed):
             return events.StopRefused(instance, outcome.leases)
-        self._holders.stop(instance, None)
+        self._holders.stop(instance, STOP_WAITS_S)
         log.info("instance stopping", extra={"instance": instance, "end_class": end_class})
         return events.StopGranted(instance)
 
@@ -186,7 +194,7 @@ class Effects:
         log.warning(
             "instance ended early", extra={"instance": instance, "end_class": end_class, "why": reason}
         )
-        self._holders.stop(instance, None, force)
+        self._holders.stop(instance, STOP_WAITS_S, force)
 
     async def _ended(self, action: actions.Ended) -> None:
         tail = "\n".join(action.log)

@@ -18,6 +18,7 @@ from llamastead.supervisor.holder_link import (
     HolderRefused,
     HolderState,
     HolderStop,
+    HolderView,
 )
 from llamastead.supervisor.holder_record import kill_recorded, read_record, remove_folder
 from llamastead.supervisor.running import Running
@@ -72,6 +73,13 @@ class News:
                 )
             case HolderLost():
                 self._spawn(self._clean_up(instance))
+
+    def on_view(self, instance: str, view: HolderView) -> None:
+        """Take what a holder says of itself when first asked, which it does not tell again."""
+        if view.exit is not None:
+            self.on_event(instance, view.exit)
+        elif view.state is not None:
+            self.on_event(instance, HolderState(view.state, view.payload))
 
     def _on_state(self, instance: str, state: str, payload: dict[str, Any]) -> None:
         running = self._running.get(instance)

@@ -11,6 +11,7 @@ from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.core.events import Adopted, Event, Found
+from llamastead.supervisor.effects import STOP_WAITS_S
 from llamastead.supervisor.holder_link import HolderView
 from llamastead.supervisor.holder_record import instance_folders, remove_folder
 from llamastead.supervisor.holders import Holders
@@ -45,6 +46,7 @@ class Recovery:
     clock: RedisClock
     running: dict[str, Running]
     tell: Callable[[Event], None]
+    on_view: Callable[[str, HolderView], None]
 
     async def run(self) -> int:
         """Adopt what lives and return how many; one bad record does not stop the others."""
@@ -90,6 +92,10 @@ class Recovery:
             extra={"model": view.model, "instance": view.instance, "pid": view.pid, "state": state},
         )
         self.tell(self._adopted(view, record, state, leases))
+        self.on_view(view.instance, view)
+        if state is S.STOPPING and view.phase != "stopping":
+            # The old leader died between the script that decided and the word to the holder.
+            self.holders.stop(view.instance, STOP_WAITS_S)
 
     def _adopted(
         self, view: HolderView, record: Mapping[str, str], state: InstanceState, leases: int

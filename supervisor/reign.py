@@ -81,6 +81,7 @@ class Reign:
             self._commands.answer,
             self._tell,
             self._spawn,
+            lambda instance, view: self._news.on_view(instance, view),
             self._running,
             settings.host_id,
             lead.number,
@@ -142,6 +143,7 @@ class Reign:
             self._clock,
             self._running,
             self._tell,
+            self._news.on_view,
         )
         adopted = await recovery.run()
         held_back, self._held_back = self._held_back, None
