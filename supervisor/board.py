@@ -46,7 +46,7 @@ class Board:
                 )
             elif instance.state in _TOLD_BY_ENGINE and progress != self._progress.get(instance.id, {}):
                 shown = {"progress": json.dumps(progress)}
-                event = {"kind": "progress", "instance": instance.id, **shown}
+                event = {"kind": "progress", "model": instance.model, "instance": instance.id, **shown}
                 await self._store.put_model(instance.model, shown, event)
             self._states[instance.id] = instance.state
             self._progress[instance.id] = progress

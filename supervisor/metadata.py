@@ -45,7 +45,7 @@ class Metadata:
             f"file_{name}" if name in ("name", "error") else name: value for name, value in known.items()
         }
         for model in self._models.get(identity, ()):
-            await self._store.put_model(model, fields, {"kind": "metadata"})
+            await self._store.put_model(model, fields, {"kind": "metadata", "model": model})
         return True
 
     async def _ask(self, model: str, path: Path, mmproj: Path | None, identity: str) -> None:
