@@ -5,10 +5,10 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import start_valkey
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from small_herd import Herd
+from valkey_server import start_valkey
 
 from llamastead.shared.store.connect import BLOCK_MS, SOCKET_TIMEOUT_S, check, connect, explain, redact
 from llamastead.shared.store.errors import StoreUnreachable
