@@ -1,0 +1,49 @@
+# What a user and a developer type. Needs Linux x86-64, Python 3.11 or newer and make.
+#   make up                         serve a small model on 127.0.0.1:8080
+#   MODELS_DIR=~/models make up     serve a folder of GGUF files; MODELS_PRESET=models.ini likewise
+#   make up PORT=9000 ARGS="--models-max 2 -c 8192"
+PYTHON ?= python3
+ARGS ?=
+PORT ?=
+export MODELS_DIR MODELS_PRESET PORT
+
+run := .venv/bin
+code := llamastead gateway supervisor measure_worker shared tests tools bench
+at_home := -m "not root and not browser and not node"
+
+.PHONY: help up install dev test check lint test-compose lock
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+	@echo "targets: up test check lint test-compose lock"
+
+up:
+	@exec $(PYTHON) tools/bootstrap.py up $(ARGS)
+
+install dev:
+	@$(PYTHON) tools/bootstrap.py $@
+
+# Everything that needs neither root nor a browser nor Node; CI adds the rest.
+test: dev
+	$(run)/pytest $(at_home)
+
+# What to run before each commit.
+check: lint
+	$(run)/pytest -q $(at_home) tests/core tests/lua tests/shell tests/test_histories.py
+
+lint: dev
+	$(run)/ruff format --check -q $(code)
+	$(run)/ruff check -q $(code)
+	$(run)/mypy
+
+# Builds the images and runs the stack of docker-compose.yml; brings a Docker of its own where there is none.
+test-compose: dev
+	tests/compose/run
+
+# The exact versions that `make up` and `make test` install, with hashes and without naming an index. Needs uv.
+# Editable installs are built without isolation, so the build's own packages are locked as well.
+compile = printf 'hatchling>=1.27\neditables\n' | uv pip compile -q --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-header --no-annotate --extra engine --extra demo pyproject.toml -
+lock:
+	$(compile) -o requirements.lock
+	$(compile) --extra dev -c requirements.lock -o requirements-dev.lock
