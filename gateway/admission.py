@@ -8,8 +8,9 @@ two `acquire` calls for one model under way; requests only wait, and a cancelled
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -79,6 +80,7 @@ class Admission:
         self._loop = asyncio.get_running_loop()
         self._lines: dict[str, Line] = {}
         self._minted = 0
+        self._ended = False
         self._missing: list[tuple[tuple[int, int], frozenset[str]]] = []
         self._inbox_read = (0, 0)
 
@@ -97,6 +99,10 @@ class Admission:
         self.leases.retire(place.instance)
         claim.close()
         return await self._wait(place.model, claim.kind, claim.request_id, place.instance)
+
+    def end(self) -> None:
+        """Tell Redis nothing any more: this gateway is about to leave, which gives everything back."""
+        self._ended = True
 
     # --- what the heartbeat says and hears
 
@@ -202,7 +208,7 @@ class Admission:
 
     def _leave(self, line: Line, waiter: Waiter) -> None:
         if line.waiters.pop(waiter.ticket, None) is not None and waiter.enrolled:
-            self._tasks.create_task(self._give_back(line.model, waiter.ticket))
+            self._spawn(self._give_back(line.model, waiter.ticket))
         self._tidy(line)
 
     def _tidy(self, line: Line) -> None:
@@ -225,9 +231,9 @@ class Admission:
     # --- asking Redis
 
     def _ask(self, line: Line) -> None:
-        if not line.asking and line.next_to_enrol() is not None:
+        if not self._ended and not line.asking and line.next_to_enrol() is not None:
             line.asking = True
-            self._tasks.create_task(self._enrol_all(line))
+            self._spawn(self._enrol_all(line))
 
     async def _enrol_all(self, line: Line) -> None:
         try:
@@ -272,7 +278,7 @@ class Admission:
             elif line.waiters.get(waiter.ticket) is waiter:
                 waiter.enrolled, waiter.first_arrival_ms = True, outcome.first_arrival_ms
             else:
-                self._tasks.create_task(self._give_back(line.model, waiter.ticket))
+                self._spawn(self._give_back(line.model, waiter.ticket))
 
     def _on_booked(self, line: Line, waiter: Waiter, granted: Granted) -> None:
         key = self._instance_key(granted.instance, granted.nonce)
@@ -329,11 +335,17 @@ class Admission:
         await self._tell(self._store.give_back(model, ticket, self._gateway))
 
     def _release(self, lease: Lease) -> None:
-        self._tasks.create_task(self._release_ids(lease))
+        self._spawn(self._release_ids(lease))
 
     async def _release_ids(self, lease: Lease) -> None:
         for lease_id in lease.ids:
             await self._tell(self._store.release(lease.place.instance, self._gateway, lease_id, lease.used))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._ended:
+            work.close()
+        else:
+            self._tasks.create_task(work)
 
     async def _tell(self, call: Awaitable[bool]) -> None:
         try:

@@ -64,6 +64,7 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
             finally:
                 for loop in loops:
                     loop.cancel()
+                gateway.admission.end()
                 leaving.reschedule(asyncio.get_running_loop().time() + LAST_WORDS_S)
         await _leave(store, gateway_id)
     except TimeoutError:
