@@ -92,21 +92,10 @@ values = st.recursive(scalars, lambda inner: st.one_of(arrays(inner), objects(in
 documents = st.one_of(objects(values), objects(values), values).map(str.encode)
 cuts = st.lists(st.integers(0, 10_000), max_size=12)
 # What breaks a text: characters put in, cut out or swapped.
-noise = st.sampled_from(
-    [b"", *(bytes([byte]) for byte in b',}]{["\\:-.e0\x00\n\xff\xc3')]
-    + [
-        b"nul",
-        b"tru",
-        b"NaN",
-        b"Infinity",
-        b"\\u12",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b"+1",
-        b"01",
-        b"'",
-        b"//",
-    ]
+noise = st.one_of(
+    st.sampled_from(b',}]{["\\:-.e0\x00\n\xff\xc3').map(lambda byte: bytes([byte])),
+    st.sampled_from([b"", b"nul", b"tru", b"NaN", b"Infinity", b"\\u12", b"+1", b"01", b"'", b"//"]),
+    st.sampled_from([b"\xed\xa0\x80", b"\xef\xbb\xbf"]),
 )
 
 
@@ -311,7 +300,7 @@ async def test_a_body_can_be_read_again_exactly(size: int) -> None:
 
 
 async def test_c144_a_body_at_the_limit_passes_and_one_byte_more_is_413() -> None:
-    """Sizes at the limit and above, announced or not: 413 only above, when announced before any byte is read."""
+    """Sizes at the limit and above, announced or not: 413 only above, an announced one unread."""
     data = b'{"model":"m"}'
     for pieces in ([data], [data[:5], data[5:]]):
         body = await read(pieces, limit=len(data))
