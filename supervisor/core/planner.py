@@ -144,7 +144,7 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     if too_big:
         return Refuse(RefuseReason.TOO_BIG, too_big)
     short = _missing(need.amounts, snapshot.free)
-    others = any(c.spared is not Verdict.PINNED for c in snapshot.candidates) or bool(snapshot.going)
+    others = any(c.spared not in _NEVER for c in snapshot.candidates) or bool(snapshot.going)
     more = need.evict_more and others
     if not short and not more:
         return Start()

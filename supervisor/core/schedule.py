@@ -181,6 +181,8 @@ def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wa
     if own.state is S.SLEEPING:
         reason = WaitReason.LEAVING if own.leaving else WaitReason.WAKING
         return Wait(reason, (own.id,)) if own.leaving or own.ask or own.stale else None
+    if own.state is S.READY and own.leaving:
+        return Wait(WaitReason.LEAVING, (own.id,))
     reasons = {
         S.RECOVERING: WaitReason.RECOVERING,
         S.STARTING: WaitReason.LOADING,
@@ -222,6 +224,8 @@ def _commit(
         case planner.MakeRoom():
             owners.update(dict.fromkeys((*decided.takes, *decided.victims), need.model))
             _send_away(draft, need, decided, seen)
+            if own and not need.may_choose:
+                return Wait(WaitReason.LEAVING, (own.id,))
             return Wait(WaitReason.VICTIM, tuple(sorted((*decided.takes, *decided.victims))))
 
 

@@ -13,8 +13,8 @@ from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.explain import explain, unexplained
-from llamastead.supervisor.core.planner import SLOT
 from llamastead.supervisor.core.queue import booked, entries
+from llamastead.supervisor.core.reasons import WaitReason
 from llamastead.supervisor.core.state import Ask, Claims, Demand, ModelSpec, Policy, State, initial
 from llamastead.supervisor.core.step import Step, step
 
@@ -282,13 +282,12 @@ class World:
         self._check_victims(state)
 
     def _check_victims(self, state: State) -> None:
-        """Nobody is sent away for whom there is no need, as far as slots tell."""
-        evicting = [
-            i for i in state.instances.values()
-            if i.leaving and i.leaving.end_class is EndClass.EVICTED and i.state is S.DRAINING and i.leaving.for_model
-        ]  # fmt: skip
+        """A drain has an entry that waits for it, and where only slots are short no entry has two victims."""
+        owners = [i.leaving.for_model for i in state.instances.values() if i.leaving and i.leaving.for_model]
         waiting = {entry.model for entry in entries(state)}
-        assert all(i.leaving and i.leaving.for_model in waiting for i in evicting)
+        assert set(owners) <= waiting
+        if not self.policy.capacity:
+            assert len(owners) == len(set(owners)), "one entry has more victims than it needs"
 
     def _check_action(self, before: State, after: State, action: act.Action, event: ev.Event) -> None:
         match action:
@@ -372,16 +371,11 @@ class World:
             self.see()
             if not self.inbox:
                 self.advance(1.0 if self.wake_at is None else min(max(self.wake_at - self.now, 0.1), 5.0))
-            if self.state.orders and all(self.held_for_ever(m) for m in self.state.orders):
-                if not any(self.tickets.values()):
-                    return
+            stuck = all(self._held_for_ever(model) for model in self.state.orders)
+            if stuck and not any(self.tickets.values()) and not self.inbox:
+                return
 
-    def held_for_ever(self, model: str) -> bool:
-        """Return whether an ordered load waits for room that only pinned models have."""
-        blocked = self.state.waits.get(model)
-        return blocked is not None and blocked.reason.value in {"pinned", "behind"}
-
-
-def slots_used(state: State) -> int:
-    """Return the slots taken."""
-    return sum(booked(i)[SLOT] for i in state.instances.values())
+    def _held_for_ever(self, model: str) -> bool:
+        """Return whether an ordered load waits for room that only pinned models have, or behind one that does."""
+        wait = self.state.waits.get(model)
+        return wait is not None and wait.reason in {WaitReason.PINNED, WaitReason.BEHIND}

@@ -183,3 +183,23 @@ TestScheduling.settings = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+def test_three_hundred_models_take_turns_within_their_bounds() -> None:
+    """Random histories of 300 models in 40 slots: every invariant holds at every step and every ticket ends."""
+    for seed in range(max(1, EXAMPLES // 40)):
+        chance = random.Random(seed)
+        specs = {f"m{k:03}": spec(f"m{k:03}", priority=chance.choice([0, 0, 1])) for k in range(300)}
+        world = World(specs, Policy(models_max=40), shuffle=lambda items: chance.sample(items, len(items)))
+        world.deliver(ev.RecoveryDone())
+        for _ in range(60):
+            for model in chance.choices(sorted(specs), k=4):
+                world.arrive(model)
+            world.see()
+            while world.inbox:
+                world.pump()
+            for name in chance.sample(sorted(world.instances), len(world.instances) // 2):
+                world.engine_goes_on(name)
+                world.finish(name)
+            world.advance(chance.choice([0.1, 3.0]))
+        world.calm_down()
