@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 
 from llamastead.shared.settings import Settings
 from llamastead.supervisor.core.state import ModelSpec
@@ -64,6 +65,7 @@ class Configuration:
         """Return the herd's limits and versions, as /props shows them and `acquire` obeys them."""
         settings = self._settings
         return {
+            "version": version("llamastead"),
             "host": settings.host_id,
             "models_max": settings.models_max,
             "autoload": int(settings.models_autoload),

@@ -160,7 +160,7 @@ class Effects:
         load_ms = running.take_load_ms()
         if load_ms is not None:
             fields["load_ms"] = load_ms
-        shown = {"progress": "", "meta": json.dumps(running.meta)}
+        shown = {"progress": "", "meta": json.dumps(running.meta.get("meta", {}))}
         granted = await self._store.ready(instance, model, fields, shown)
         log.info(
             "instance ready",
