@@ -1,9 +1,12 @@
 """Connections to Redis: time-outs that end, retries that are few, errors that say what to do."""
 
+import asyncio
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -29,6 +32,28 @@ OLDEST = (7, 0)
 _FRESH_CONNECTION = (RedisConnectionError, ReadOnlyError)
 
 
+class _CancellableSend(AbstractConnection):
+    """A connection whose sends can be cancelled at any time.
+
+    redis-py sends under `asyncio.wait_for`, which before Python 3.12 swallows a cancellation that comes in
+    the instant the send is done: a loop that is cancelled right then would run on for ever.
+    """
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        if not self.is_connected:
+            await self.connect_check_health(check_health=False)
+        if check_health:
+            await self.check_health()  # type: ignore[no-untyped-call]
+        limit, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(limit):
+                await super().send_packed_command(command, check_health=False)
+        except TimeoutError:
+            raise RedisTimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = limit
+
+
 def connect(
     url: str, *, socket_timeout: float = SOCKET_TIMEOUT_S, connect_timeout: float = CONNECT_TIMEOUT_S
 ) -> Redis:
@@ -49,6 +74,8 @@ def connect(
         )
     except ValueError as error:
         raise StoreUnreachable(f"{redact(url)} is no Redis address: {error}") from error
+    kind = pool.connection_class
+    pool.connection_class = type(kind.__name__, (_CancellableSend, kind), {})
     return Redis.from_pool(pool)
 
 
