@@ -118,8 +118,8 @@ class MakeRoom:
 class Hold:
     """No plan yet, for this reason; `takes` is what already goes for the entry.
 
-    `reserves` says that what is free is kept for it. Not so for one that nothing we may do can help: it would block
-    those behind it for nothing.
+    `reserves` says that what is free is kept for it. Not so for one that nothing we may do can help: it
+    would block those behind it for nothing.
     """
 
     wait: Wait

@@ -114,7 +114,9 @@ def _is_hungry(own: Instance | None) -> bool:
 
 
 def candidate(state: State, instance: Instance, wanted: set[str]) -> Candidate:
-    """Return an instance as one that could make room, with what protects it; `wanted` are the models in the queue."""
+    """Return an instance as one that could make room, with what protects it; `wanted` are the models in
+    the queue.
+    """
     spared = _spared(state, instance, wanted)
     abandoned = spared is None and instance.state in LOADS
     asleep = instance.state is S.SLEEPING

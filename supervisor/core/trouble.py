@@ -35,9 +35,11 @@ def trouble_of(state: State, model: str) -> Trouble:
 
 
 def remember(draft: Draft, model: str, trouble: Trouble) -> None:
-    """Keep what is known of a model's trouble; nothing is kept when there is none."""
+    """Keep what is known of a model's trouble; nothing is kept when there is none, or no such model any
+    more.
+    """
     troubles = {name: other for name, other in draft.state.troubles.items() if name != model}
-    if trouble != Trouble(trouble.revision):
+    if model in draft.state.models and trouble != Trouble(trouble.revision):
         troubles[model] = trouble
     if troubles != draft.state.troubles:
         draft.state = replace(draft.state, troubles=troubles)

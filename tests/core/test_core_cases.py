@@ -26,7 +26,9 @@ def ready(herd: Herd, *models: str, at: float = 0.0, used: float | None = None) 
 
 
 def test_the_worked_example_of_a_busy_an_idle_and_a_waiting_model() -> None:
-    """Two slots, A busy (used at 100), B idle (used at 90), C asked for: B goes, then C starts; A is not touched."""
+    """Two slots, A busy (used at 100), B idle (used at 90), C asked for: B goes, then C starts; A is not
+    touched.
+    """
     herd = Herd("a", "b", "c", models_max=2)
     ready(herd, "b", at=60.0, used=90.0)
     ready(herd, "a", at=60.0, used=100.0)
@@ -65,7 +67,9 @@ def test_the_one_used_longest_ago_goes_when_both_are_idle() -> None:
 
 
 def test_c01_r3_two_entries_never_share_a_victim() -> None:
-    """One slot, A idle, B and C asked for in one look: A goes for B, C waits its turn and then gets B's place."""
+    """One slot, A idle, B and C asked for in one look: A goes for B, C waits its turn and then gets B's
+    place.
+    """
     herd = Herd("a", "b", "c", models_max=1)
     ready(herd, "a")
     a = herd.of("a").id
@@ -111,7 +115,9 @@ def test_c03_r2_a_loading_model_counts_but_is_never_the_victim() -> None:
 
 
 def test_c06_every_load_serves_those_it_was_made_for() -> None:
-    """One slot, endless demand for A and B: each load's tickets become leases before the other may have the slot."""
+    """One slot, endless demand for A and B: each load's tickets become leases before the other may have
+    the slot.
+    """
     herd = Herd("a", "b", models_max=1, min_residence=0.0)
     herd.ask("a", "b", at=0.0)
     for turn in range(6):
@@ -130,7 +136,9 @@ def test_c06_every_load_serves_those_it_was_made_for() -> None:
 
 
 def test_c07_a_ticket_enrolled_as_the_model_turned_ready_is_granted() -> None:
-    """A ready instance with a ticket that missed the edge: the grant runs again, once per look, until it is served."""
+    """A ready instance with a ticket that missed the edge: the grant runs again, once per look, until it
+    is served.
+    """
     herd = Herd("a", models_max=1)
     ready(herd, "a")
     a = herd.of("a").id
@@ -144,7 +152,9 @@ def test_c07_a_ticket_enrolled_as_the_model_turned_ready_is_granted() -> None:
 
 
 def test_c13_a_streaming_model_is_drained_late_and_stopped_only_when_it_is_done() -> None:
-    """One slot, A streams: B waits for max-wait, then A is drained; A is stopped at its last byte and no sooner."""
+    """One slot, A streams: B waits for max-wait, then A is drained; A is stopped at its last byte and no
+    sooner.
+    """
     herd = Herd("a", "b", models_max=1)
     ready(herd, "a")
     a = herd.of("a").id
@@ -206,7 +216,9 @@ def test_a_drain_is_undone_when_its_entry_ends_first() -> None:
 
 
 def test_a_ticket_enrolled_after_the_drain_began_protects_nothing() -> None:
-    """A drains for B and gets a new ticket: it is stopped all the same once its last lease is gone, then reloaded."""
+    """A drains for B and gets a new ticket: it is stopped all the same once its last lease is gone, then
+    reloaded.
+    """
     herd = Herd("a", "b", models_max=1)
     ready(herd, "a")
     a = herd.of("a").id
@@ -234,7 +246,9 @@ def test_r8_a_hot_model_starves_nobody() -> None:
 
 
 def test_c16_the_idle_clock_starts_when_the_last_claim_ends() -> None:
-    """Unload after 10 s, a 30 s answer, a follow-up 3 s later: the model is there for it and ends 10 s after it."""
+    """Unload after 10 s, a 30 s answer, a follow-up 3 s later: the model is there for it and ends 10 s
+    after it.
+    """
     herd = Herd(spec("a", unload_after=10.0))
     ready(herd, "a")
     a = herd.of("a").id
@@ -269,7 +283,9 @@ def test_c79_reads_hold_an_instance_and_are_no_use_of_it() -> None:
 
 
 def test_c18_pinned_models_are_never_victims() -> None:
-    """Two pinned models fill both slots: a third waits and says so, neither is touched, not even past max-wait."""
+    """Two pinned models fill both slots: a third waits and says so, neither is touched, not even past
+    max-wait.
+    """
     herd = Herd(spec("p", pinned=True), spec("q", pinned=True), "c", models_max=2)
     ready(herd, "p", "q")
     assert herd.ask("c", at=10.0) == ()
@@ -279,7 +295,9 @@ def test_c18_pinned_models_are_never_victims() -> None:
 
 
 def test_c21_minimum_residence_keeps_a_model_for_several_turns() -> None:
-    """One slot, loads of 10 s, B waits: A, ready at 10, may not go before 15, however short its requests are."""
+    """One slot, loads of 10 s, B waits: A, ready at 10, may not go before 15, however short its requests
+    are.
+    """
     herd = Herd("a", "b", models_max=1)
     herd.ask("a", "b", at=0.0)
     herd.serve("a", at=10.0)
@@ -322,7 +340,9 @@ def test_of_equal_age_the_never_used_one_goes_first_and_a_sleeper_before_any() -
 
 
 def test_c27_a_load_nobody_waits_for_is_aborted_when_another_waits() -> None:
-    """One slot, A loads and its client leaves; B comes: A is aborted without back-off, B starts when A is gone."""
+    """One slot, A loads and its client leaves; B comes: A is aborted without back-off, B starts when A is
+    gone.
+    """
     herd = Herd("a", "b", models_max=1)
     herd.ask("a", at=0.0)
     a = herd.of("a").id
@@ -374,7 +394,9 @@ def test_c39_a_passing_start_failure_is_tried_once_more() -> None:
 
 
 def test_c42_the_limit_is_on_lack_of_progress() -> None:
-    """A load that shows progress every 5 s for 12 minutes goes on; one that stops moving ends after the stall timer."""
+    """A load that shows progress every 5 s for 12 minutes goes on; one that stops moving ends after the
+    stall timer.
+    """
     herd = Herd("a", models_max=1)
     herd.ask("a", at=0.0)
     a = herd.of("a").id
@@ -406,7 +428,9 @@ def test_c37_a_failed_load_is_tried_again_by_the_next_request() -> None:
 
 
 def test_c45_a_lost_ready_line_is_made_good_by_the_next_look() -> None:
-    """The ready line is told late and twice, or only as sleeping: the instance is ready once, tickets granted once."""
+    """The ready line is told late and twice, or only as sleeping: the instance is ready once, tickets
+    granted once.
+    """
     herd = Herd("a", models_max=1)
     herd.ask("a", at=0.0)
     a = herd.of("a").id
@@ -431,7 +455,9 @@ def test_c34_c36_a_crash_in_service_is_reloaded_once_by_those_who_come() -> None
 
 
 def test_a_model_that_crashes_again_and_again_backs_off() -> None:
-    """Three crashes soon after ready: the first reload is immediate, later ones wait, ever longer, and say so."""
+    """Three crashes soon after ready: the first reload is immediate, later ones wait, ever longer, and say
+    so.
+    """
     herd = Herd("a", models_max=1)
     waits = []
     for _ in range(4):
@@ -450,7 +476,9 @@ def test_a_model_that_crashes_again_and_again_backs_off() -> None:
 
 
 def test_a_doomed_start_fails_fast_and_is_remembered_until_its_model_changes() -> None:
-    """The model's file is missing: no retry, the next request is refused at once, a new revision is tried at once."""
+    """The model's file is missing: no retry, the next request is refused at once, a new revision is tried
+    at once.
+    """
     herd = Herd("a", models_max=1)
     herd.ask("a", at=0.0)
     failed: dict[str, Any] = {"end_class": EndClass.FAILED_TO_START, "reason": "no such file", "doomed": True}
@@ -468,7 +496,9 @@ def test_a_doomed_start_fails_fast_and_is_remembered_until_its_model_changes() -
 
 
 def test_a_load_that_ran_out_of_memory_evicts_one_more_and_tries_once() -> None:
-    """Two slots, A idle, B's start runs out of memory: A goes, B starts again; the second time all are told."""
+    """Two slots, A idle, B's start runs out of memory: A goes, B starts again; the second time all are
+    told.
+    """
     herd = Herd("a", "b", models_max=2)
     ready(herd, "a")
     a = herd.of("a").id
@@ -493,7 +523,9 @@ def test_out_of_memory_with_nobody_else_there_is_told_at_once() -> None:
 
 
 def test_c25_an_unresponsive_instance_is_ended_as_crashed() -> None:
-    """A accepts and never answers: it is ended by force with the reason, B is not touched, A's next request reloads."""
+    """A accepts and never answers: it is ended by force with the reason, B is not touched, A's next
+    request reloads.
+    """
     herd = Herd("a", "b", models_max=2)
     ready(herd, "a", "b")
     a, before = herd.of("a").id, herd.of("b")
@@ -508,7 +540,9 @@ def test_c25_an_unresponsive_instance_is_ended_as_crashed() -> None:
 
 
 def test_c58_a_stop_that_failed_keeps_its_place_and_nobody_else_waits_for_it() -> None:
-    """Two slots, A's stop for C fails: A counts on, C takes the other idle one, A loads after its late end."""
+    """Two slots, A's stop for C fails: A counts on, C takes the other idle one, A loads after its late
+    end.
+    """
     herd = Herd("a", "b", "c", models_max=2)
     ready(herd, "a", used=1.0)
     ready(herd, "b", used=2.0)
@@ -553,7 +587,9 @@ def test_r6_a_request_at_any_point_of_a_stop_is_settled(moment: str) -> None:
 
 
 def test_a_sleeper_is_woken_through_admission() -> None:
-    """A sleeps and is asked for: WAKING with its tickets granted; with nobody left to wake it, it sleeps on."""
+    """A sleeps and is asked for: WAKING with its tickets granted; with nobody left to wake it, it sleeps
+    on.
+    """
     herd = Herd("a", models_max=1)
     ready(herd, "a")
     a = herd.of("a").id
@@ -594,7 +630,9 @@ def test_sleep_is_refused_while_somebody_holds_the_instance() -> None:
 
 
 def test_priority_is_a_head_start_and_age_wins_in_the_end() -> None:
-    """One slot: a later entry of a higher class goes first, unless the other has waited longer than the head start."""
+    """One slot: a later entry of a higher class goes first, unless the other has waited longer than the
+    head start.
+    """
     herd = Herd("a", "low", spec("high", priority=1), models_max=1, max_wait=1000.0)
     ready(herd, "a")
     herd.lease("a", 1)
@@ -612,7 +650,9 @@ def test_priority_is_a_head_start_and_age_wins_in_the_end() -> None:
 
 
 def test_expired_tickets_end_with_the_limit_named_and_the_others_stay() -> None:
-    """Two of three tickets are past the queue time-out: those two are failed by name, the third goes on waiting."""
+    """Two of three tickets are past the queue time-out: those two are failed by name, the third goes on
+    waiting.
+    """
     herd = Herd("a", "b", models_max=1)
     ready(herd, "a")
     herd.lease("a", 1)
@@ -626,7 +666,9 @@ def test_expired_tickets_end_with_the_limit_named_and_the_others_stay() -> None:
 
 
 def test_before_recovery_is_done_nothing_starts_and_nobody_is_refused() -> None:
-    """Demands for a known and an unknown model during recovery: they wait; a found instance keeps its slot."""
+    """Demands for a known and an unknown model during recovery: they wait; a found instance keeps its
+    slot.
+    """
     herd = Herd("a", "b", recover=False, models_max=1)
     herd.do(ev.Found("old-1", "a", "rev-a"))
     assert herd.ask("b", "nobody", at=1.0) == ()
@@ -641,7 +683,9 @@ def test_before_recovery_is_done_nothing_starts_and_nobody_is_refused() -> None:
 
 
 def test_an_adopted_drain_that_nobody_needs_any_more_is_undone() -> None:
-    """A draining instance is adopted: one drained for a forgotten entry serves again, an ordered one goes on."""
+    """A draining instance is adopted: one drained for a forgotten entry serves again, an ordered one goes
+    on.
+    """
     for ordered, first in ((False, act.TryUndrain("old-1")), (True, act.TryStop("old-1", EndClass.STOPPED))):
         herd = Herd("a", recover=False)
         herd.do(ev.Adopted("old-1", "a", "rev-a", S.DRAINING, 0.0, 0.5, 0.5, ordered=ordered))

@@ -30,7 +30,9 @@ def imported(source: str) -> set[str]:
 
 
 def test_core_imports_nothing_that_does_io() -> None:
-    """Walk the imports of every module of the core and of the shared ones it uses; all are in a short list."""
+    """Walk the imports of every module of the core and of the shared ones it uses; all are in a short
+    list.
+    """
     folder = Path(core.__path__[0])
     shared = folder.resolve().parents[1] / "shared"
     files = [*folder.glob("*.py"), shared / "errors.py", shared / "words.py"]

@@ -50,7 +50,9 @@ def test_no_news_of_the_engine_brings_a_leaving_instance_back() -> None:
 
 
 def test_c48_every_state_has_its_word_on_the_wire() -> None:
-    """Ask for the word of every state and of no instance: all are llama-server's, and only ends are unloaded."""
+    """Ask for the word of every state and of no instance: all are llama-server's, and only ends are
+    unloaded.
+    """
     assert {state for state in S if wire_status(state) is WireStatus.UNLOADED} == GONE
     assert wire_status(None) is WireStatus.UNLOADED
     assert {s for s in S if wire_status(s) is WireStatus.LOADING} == {S.STARTING, S.LOADING, S.WAKING}

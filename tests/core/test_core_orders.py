@@ -1,4 +1,6 @@
-"""What persons order: each command is answered at once, as the real router words it, and nothing ordered is lost."""
+"""What persons order: each command is answered at once, as the real router words it, and nothing ordered
+is lost.
+"""
 
 from core_herd import Herd, spec
 
@@ -35,7 +37,9 @@ def test_a_load_is_answered_at_once_and_an_unknown_or_running_model_refused() ->
 
 
 def test_loads_queue_like_any_demand_instead_of_failing() -> None:
-    """All slots are busy: an ordered load is accepted, waits its turn by arrival, and is made when there is room."""
+    """All slots are busy: an ordered load is accepted, waits its turn by arrival, and is made when there
+    is room.
+    """
     herd = loaded("a", models_max=1)
     herd.lease("a", 1)
     assert herd.do(ev.LoadOrdered("x", "1"), at=5.0) == (act.Answer("1"),)
@@ -73,7 +77,9 @@ def test_a_queued_load_can_be_taken_back_and_takes_no_ticket_with_it() -> None:
 
 
 def test_unload_of_what_is_not_there_is_refused() -> None:
-    """Unload an unloaded, an unknown model, and an instance that is not current: 400 each, and nothing happens."""
+    """Unload an unloaded, an unknown model, and an instance that is not current: 400 each, and nothing
+    happens.
+    """
     herd = loaded("a")
     assert herd.do(ev.UnloadOrdered("x", "1")) == (act.Answer("1", NOT_RUNNING),)
     assert herd.do(ev.UnloadOrdered("nobody", "2")) == (act.Answer("2", ApiError(400, "model is not found")),)
@@ -82,7 +88,9 @@ def test_unload_of_what_is_not_there_is_refused() -> None:
 
 
 def test_unload_of_a_busy_model_answers_at_once_and_drains() -> None:
-    """A busy model is unloaded: answered, drained, stopped at its last lease, class stopped, never undrained."""
+    """A busy model is unloaded: answered, drained, stopped at its last lease, class stopped, never
+    undrained.
+    """
     herd = loaded("a")
     a = herd.of("a").id
     herd.lease("a", 2)
@@ -123,7 +131,9 @@ def test_an_idle_victim_that_a_person_unloads_turns_busy_and_is_drained() -> Non
 
 
 def test_an_unload_during_a_load_settles_those_who_wait_for_it() -> None:
-    """A model with tickets is unloaded while it loads: they are told why instead of loading it again at once."""
+    """A model with tickets is unloaded while it loads: they are told why instead of loading it again at
+    once.
+    """
     herd = Herd("a")
     herd.ask("a", at=0.0)
     actions = herd.do(ev.UnloadOrdered("a", "1"), at=1.0)
@@ -190,7 +200,9 @@ def test_a_changed_model_runs_on_and_starts_anew_only_with_its_next_load() -> No
 
 
 def test_shutting_down_stops_all_and_starts_none() -> None:
-    """The herd closes with a busy, an idle and a loading model and a ticket: all go, the ticket is told, no start."""
+    """The herd closes with a busy, an idle and a loading model and a ticket: all go, the ticket is told,
+    no start.
+    """
     herd = loaded("a", "b", models_max=3)
     herd.lease("a", 1)
     herd.ask("x", "y")

@@ -92,7 +92,9 @@ def test_an_entry_that_found_room_gives_its_victims_back() -> None:
 
 
 def test_a_later_entry_starts_only_if_it_needs_nothing_that_is_kept() -> None:
-    """The first waits for bytes of one device: a small model there waits behind it, one on the other device starts."""
+    """The first waits for bytes of one device: a small model there waits behind it, one on the other
+    device starts.
+    """
     free = {SLOT: 4, "g0": 4, "g1": 4}
     busy = idle("a", 1, Verdict.BUSY, g0=8)
     seen = Snapshot(NOW, free, {"g0": 12, "g1": 4}, (), (busy,))
@@ -120,7 +122,9 @@ def test_too_big_for_the_device_is_refused_with_the_numbers() -> None:
 
 
 def test_past_max_wait_idle_ones_still_go_first_then_those_longest_there() -> None:
-    """Two of three must go, one is idle: it is stopped, and of the busy ones the longest resident is drained."""
+    """Two of three must go, one is idle: it is stopped, and of the busy ones the longest resident is
+    drained.
+    """
     busy = [replace(idle(n, 0, Verdict.BUSY, g=4), ready_at=at) for n, at in (("b", 9.0), ("c", 5.0))]
     seen = Snapshot(NOW, {SLOT: 0, "g": 0}, {SLOT: 3, "g": 12}, (), (*busy, idle("a", 90, g=4)))
     assert plan(seen, need(overdue_at=NOW, g=8)) == MakeRoom(stops=("a",), drains=("c",))
@@ -139,7 +143,9 @@ candidates = st.lists(
 def test_any_order_of_the_same_snapshot_gives_the_same_minimal_plan(
     drawn: list[tuple[int, int, int, Verdict | None]], slots: int, g0: int, g1: int, overdue: bool, seed: int
 ) -> None:
-    """Shuffle random snapshots: the plan is the same; its victims were free to go, suffice, and none is superfluous."""
+    """Shuffle random snapshots: the plan is the same; its victims were free to go, suffice, and none is
+    superfluous.
+    """
     some = [idle(f"i{k}", float(age), spared, g0=a, g1=b) for k, (age, a, b, spared) in enumerate(drawn)]
     capacity = {SLOT: 20, "g0": 60, "g1": 60}
     free = {SLOT: slots, "g0": g0 - 6, "g1": g1 - 6}
@@ -158,7 +164,9 @@ def test_any_order_of_the_same_snapshot_gives_the_same_minimal_plan(
 
 
 def test_c12_a_slow_stop_is_counted_and_no_second_model_is_evicted() -> None:
-    """Eight models of 1 fill a device, a ninth comes, its victim stops slowly: one goes, and no more at later looks."""
+    """Eight models of 1 fill a device, a ninth comes, its victim stops slowly: one goes, and no more at
+    later looks.
+    """
     herd = Herd(*(spec(n, needs={"g": 1}) for n in "abcdefghi"), models_max=0, capacity={"g": 8})
     for name in "abcdefgh":
         herd.ask(name)

@@ -5,6 +5,7 @@ LLAMASTEAD_CORE_EXAMPLES sets how many histories are tried, for a longer run.
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,12 @@ from llamastead.supervisor.core.state import Policy
 EXAMPLES = int(os.environ.get("LLAMASTEAD_CORE_EXAMPLES", "60"))
 FEW_MODELS = "abcdefgh"
 ENDS = [EndClass.FAILED_TO_START, EndClass.OUT_OF_MEMORY, EndClass.CRASHED, EndClass.KILLED]
+
+
+def shuffler(seed: int) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that gives back lists in random order."""
+    chance = random.Random(seed)
+    return lambda items: chance.sample(items, len(items))
 
 
 @st.composite
@@ -55,15 +62,23 @@ def registries(draw: st.DrawFn, names: str = FEW_MODELS) -> dict[str, Any]:
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Clients, persons, engines and the clock take turns at random; the core hears of it late or at once."""
+    """Clients, persons, engines and the clock take turns at random; the core hears of it at once, or late
+    while lazy.
+    """
 
     world: World
 
-    @initialize(policy=policies(), specs=registries(), seed=st.integers(0, 2**16))
-    def begin(self, policy: Policy, specs: dict[str, Any], seed: int) -> None:
-        chance = random.Random(seed)
+    @initialize(policy=policies(), specs=registries(), seed=st.integers(0, 2**16), recovered=st.booleans())
+    def begin(self, policy: Policy, specs: dict[str, Any], seed: int, recovered: bool) -> None:
         self.models = sorted(specs)
-        self.world = World(specs, policy, shuffle=lambda items: chance.sample(items, len(items)))
+        self.lazy = False
+        self.world = World(specs, policy, shuffle=shuffler(seed))
+        if recovered:
+            self.world.deliver(ev.RecoveryDone())
+
+    def news(self) -> None:
+        if not self.lazy:
+            self.world.hear_all()
 
     def some_model(self, data: Any) -> str:
         return str(data.draw(st.sampled_from(self.models)))
@@ -75,27 +90,34 @@ class Scheduling(RuleBasedStateMachine):
     @rule(preload=st.booleans())
     def recover(self, preload: bool) -> None:
         self.world.deliver(ev.RecoveryDone(preload))
+        self.news()
 
-    @rule(data=st.data(), count=st.integers(1, 3), look=st.booleans())
-    def arrive(self, data: Any, count: int, look: bool) -> None:
-        model = self.some_model(data)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def arrive(self, data: Any, count: int) -> None:
         for _ in range(count):
-            self.world.arrive(model)
-        if look:
-            self.world.see()
+            self.world.arrive(self.some_model(data))
+        self.news()
 
-    @rule(data=st.data(), look=st.booleans())
-    def client_leaves(self, data: Any, look: bool) -> None:
-        self.world.leave(self.some_model(data))
-        if look:
-            self.world.see()
+    @rule(data=st.data(), all_of_them=st.booleans())
+    def clients_leave(self, data: Any, all_of_them: bool) -> None:
+        model = self.some_model(data)
+        for _ in range(len(self.world.tickets.get(model, [])) if all_of_them else 1):
+            self.world.leave(model)
+        self.news()
 
     @precondition(lambda self: self.world.instances)
-    @rule(data=st.data(), look=st.booleans())
-    def finish(self, data: Any, look: bool) -> None:
+    @rule(data=st.data())
+    def finish_one(self, data: Any) -> None:
         self.world.finish(self.some_instance(data))
-        if look:
-            self.world.see()
+        self.news()
+
+    @precondition(lambda self: self.world.instances)
+    @rule()
+    def finish_all(self) -> None:
+        for name, own in self.world.instances.items():
+            while own.leases and own.engine == "ready":
+                self.world.finish(name)
+        self.news()
 
     @precondition(lambda self: self.world.inbox)
     @rule(count=st.integers(1, 4))
@@ -107,61 +129,68 @@ class Scheduling(RuleBasedStateMachine):
     def see(self) -> None:
         self.world.see()
 
-    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 6.0, 31.0, 400.0, 5000.0]))
-    def advance(self, seconds: float) -> None:
-        self.world.advance(seconds)
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data(), times=st.integers(1, 2))
-    def engine_goes_on(self, data: Any, times: int) -> None:
-        for _ in range(times):
-            self.world.engine_goes_on(self.some_instance(data))
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data(), end=st.sampled_from(ENDS), doomed=st.booleans())
-    def engine_fails(self, data: Any, end: EndClass, doomed: bool) -> None:
-        self.world.engine_fails(self.some_instance(data), end, doomed=doomed)
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data())
-    def engine_sleeps(self, data: Any) -> None:
-        self.world.engine_sleeps(self.some_instance(data))
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data())
-    def stop_fails(self, data: Any) -> None:
-        self.world.stop_fails(self.some_instance(data))
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data())
-    def unresponsive(self, data: Any) -> None:
-        self.world.inbox.append(ev.Unresponsive(self.some_instance(data), "no answer to /health"))
-
-    @precondition(lambda self: self.world.instances)
-    @rule(data=st.data(), value=st.sampled_from([None, 0.2, 0.7]))
-    def progress(self, data: Any, value: float | None) -> None:
-        name = self.some_instance(data)
-        if self.world.instances[name].engine == "loading":
-            self.world.inbox.append(ev.Loading(name, value) if value else ev.Moved(name))
-
     @rule()
-    def scripts_refuse(self) -> None:
-        self.world.refuse_next = True
+    def be_lazy_or_not(self) -> None:
+        self.lazy = not self.lazy
+        self.news()
 
+    @rule(seconds=st.sampled_from([0.0, 0.5, 2.0, 6.0]))
+    def a_little_later(self, seconds: float) -> None:
+        self.world.advance(seconds)
+        self.news()
+
+    @rule(seconds=st.sampled_from([16.0, 31.0, 31.0, 400.0, 5000.0]))
+    def much_later(self, seconds: float) -> None:
+        self.world.advance(seconds)
+        self.news()
+
+    @precondition(lambda self: self.world.instances)
+    @rule(times=st.integers(1, 2))
+    def engines_go_on(self, times: int) -> None:
+        for _ in range(times):
+            for name in list(self.world.instances):
+                self.world.engine_goes_on(name)
+        self.news()
+
+    @precondition(lambda self: self.world.instances)
     @rule(data=st.data())
-    def load(self, data: Any) -> None:
-        self.world.load(self.some_model(data))
+    def one_engine_goes_on(self, data: Any) -> None:
+        self.world.engine_goes_on(self.some_instance(data))
+        self.news()
 
-    @rule(data=st.data(), force=st.booleans())
-    def unload(self, data: Any, force: bool) -> None:
-        self.world.unload(self.some_model(data), force=force)
+    @precondition(lambda self: self.world.instances)
+    @rule(data=st.data(), what=st.sampled_from(["sleeps", "sleeps", "fails", "stuck", "silent", "moves"]))
+    def one_engine_misbehaves(self, data: Any, what: str) -> None:
+        name = self.some_instance(data)
+        if what == "sleeps":
+            self.world.engine_sleeps(name)
+        elif what == "fails":
+            end = data.draw(st.sampled_from(ENDS))
+            self.world.engine_fails(name, end, doomed=data.draw(st.booleans()))
+        elif what == "stuck":
+            self.world.stop_fails(name)
+        elif what == "silent":
+            self.world.inbox.append(ev.Unresponsive(name, "no answer to /health"))
+        elif self.world.instances[name].engine == "loading":
+            value = data.draw(st.sampled_from([None, 0.2, 0.7]))
+            self.world.inbox.append(ev.Loading(name, value) if value else ev.Moved(name))
+        self.news()
 
-    @rule(data=st.data(), gone=st.booleans())
-    def registry(self, data: Any, gone: bool) -> None:
+    @rule(refuse=st.booleans())
+    def scripts_surprise(self, refuse: bool) -> None:
+        self.world.refuse_next, self.world.sneak_next = refuse, not refuse
+
+    @rule(data=st.data(), what=st.sampled_from(["load", "unload", "cut", "gone", "changed"]))
+    def a_person_acts(self, data: Any, what: str) -> None:
         model = self.some_model(data)
-        old = self.world.specs[model]
-        fresh = replace(old, revision=f"rev-{self.world.arrived}", needs=old.needs)
-        self.world.change_registry(model, None if gone else fresh)
+        if what == "load":
+            self.world.load(model)
+        elif what in {"unload", "cut"}:
+            self.world.unload(model, force=what == "cut")
+        else:
+            fresh = replace(self.world.specs[model], revision=f"rev-{self.world.arrived}")
+            self.world.change_registry(model, None if what == "gone" else fresh)
+        self.news()
 
     @invariant()
     def engines_are_within_the_limit(self) -> None:
@@ -186,11 +215,13 @@ TestScheduling.settings = settings(
 
 
 def test_three_hundred_models_take_turns_within_their_bounds() -> None:
-    """Random histories of 300 models in 40 slots: every invariant holds at every step and every ticket ends."""
+    """Random histories of 300 models in 40 slots: every invariant holds at every step and every ticket
+    ends.
+    """
     for seed in range(max(1, EXAMPLES // 40)):
         chance = random.Random(seed)
         specs = {f"m{k:03}": spec(f"m{k:03}", priority=chance.choice([0, 0, 1])) for k in range(300)}
-        world = World(specs, Policy(models_max=40), shuffle=lambda items: chance.sample(items, len(items)))
+        world = World(specs, Policy(models_max=40), shuffle=shuffler(seed))
         world.deliver(ev.RecoveryDone())
         for _ in range(60):
             for model in chance.choices(sorted(specs), k=4):
