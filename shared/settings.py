@@ -12,7 +12,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.config import JsonDict
@@ -62,15 +61,6 @@ def default_run_dir() -> Path:
 def default_host_id() -> str:
     """Return this machine's name, fit to be part of keys and file names."""
     return re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:32].strip("-") or "host"
-
-
-def redacted_url(url: str) -> str:
-    """Return `url` with its password, if any, replaced by stars: fit for messages and logs."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user.partition(':')[0]}:***@{place}"))
 
 
 Words = Annotated[tuple[str, ...], NoDecode]

@@ -4,8 +4,8 @@
     bootstrap.py dev         what the tests need as well
     bootstrap.py up [WORD…]  install, then become `llamastead up` with these words
 
-Looks at Python, platform, processor, port and disk before it installs anything, so that what is missing is said
-in one line. Reads MODELS_DIR, MODELS_PRESET and PORT; without models it serves a small one from a package.
+Looks at Python, platform, processor, port and disk before it installs anything, so that one line says what is
+missing. Reads MODELS_DIR, MODELS_PRESET and PORT; without models it serves a small one from a package.
 It only runs code of the standard library, and its syntax suits Pythons that are too old for the rest.
 """
 
