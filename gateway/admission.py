@@ -69,7 +69,11 @@ class Admission:
         tasks: asyncio.TaskGroup,
         register: Callable[[], Awaitable[None]],
     ) -> None:
-        """`instance_key` makes an API key from an instance's id and nonce; `register` sends a heartbeat."""
+        """Take the parts.
+
+        `instance_key` makes an API key from an instance's id and nonce, or raises ApiError; `register` sends a
+        heartbeat now; `tasks` runs what goes on behind the requests.
+        """
         self.leases = Leases(settings.linger, self._release)
         self._store = store
         self._gateway = gateway
@@ -144,9 +148,13 @@ class Admission:
     def on_granted(self, message: Mapping[str, str]) -> None:
         """Let those in whose tickets became a lease."""
         model, instance = message["model"], message["instance"]
-        key = self._instance_key(instance, message["nonce"])
-        lease = self.leases.book(Place(model, instance, message["address"], key), message["lease"])
         line = self._lines.get(model)
+        try:
+            key = self._instance_key(instance, message["nonce"])
+        except ApiError as problem:
+            self._refuse_granted(line, message["tickets"].split(","), problem)
+            return
+        lease = self.leases.book(Place(model, instance, message["address"], key), message["lease"])
         if line is not None:
             load_ms = int(message.get("load_ms") or 0)
             for ticket in message["tickets"].split(","):
@@ -281,13 +289,24 @@ class Admission:
                 self._spawn(self._give_back(line.model, waiter.ticket))
 
     def _on_booked(self, line: Line, waiter: Waiter, granted: Granted) -> None:
-        key = self._instance_key(granted.instance, granted.nonce)
+        try:
+            key = self._instance_key(granted.instance, granted.nonce)
+        except ApiError as problem:
+            self._refuse_granted(line, [waiter.ticket], problem)
+            return
         place = Place(line.model, granted.instance, granted.address, key)
         lease = self.leases.book(place, waiter.ticket)
         if line.waiters.pop(waiter.ticket, None) is not None:
             self._let_in(waiter, lease, "cold" if waiter.first_arrival_ms else "hot", 0)
         self._let_in_newcomers(line, lease)
         lease.settle()
+
+    def _refuse_granted(self, line: Line | None, tickets: list[str], problem: ApiError) -> None:
+        # The lease itself is not named by the next heartbeats, so it ends.
+        for ticket in tickets:
+            waiter = line.waiters.pop(ticket, None) if line is not None else None
+            if waiter is not None:
+                _refuse(waiter, problem)
 
     def _let_in_newcomers(self, line: Line, lease: Lease) -> None:
         """Let in those without a ticket. Who has one waits for what becomes of it: it is settled once."""

@@ -75,7 +75,7 @@ async def _until_disconnect(receive: Receive) -> None:
 
 async def read_body(receive: Receive) -> bytes:
     """Return the body of a small request; ApiError 413 when it is too big, 400 when the client has left."""
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -84,4 +84,4 @@ async def read_body(receive: Receive) -> bytes:
         if len(body) > BODY_LIMIT:
             raise ApiError(413, f"the body of this request may have {BODY_LIMIT} bytes")
         if not message.get("more_body"):
-            return body
+            return bytes(body)

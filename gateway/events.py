@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -52,7 +52,7 @@ class EventStreams:
             if told is not None:
                 self._hand_out(f"data: {json.dumps(told, separators=(',', ':'))}\n\n".encode())
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the bytes of one stream until `close`, or until its reader is too far behind."""
         if self._closed:
             return

@@ -13,6 +13,7 @@ import uvloop
 from llamastead.gateway.server import serve
 from llamastead.shared.ports import ListenError, listen
 from llamastead.shared.settings import Settings, SettingsError
+from llamastead.shared.store.errors import StoreUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def _listener(settings: Settings) -> socket.socket:
 def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
         return uvloop.run(serve(settings, listener))
-    except (OSError, ValueError) as problem:  # the herd secret
+    except StoreUnreachable as problem:
         log.error(str(problem))
         return 2
 

@@ -1,12 +1,13 @@
 """One gateway process at work: its parts, wired, started and ended together."""
 
 import asyncio
+import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -18,12 +19,15 @@ from llamastead.gateway.events import EventStreams
 from llamastead.gateway.heartbeat import Heartbeat
 from llamastead.gateway.inbox import Inbox
 from llamastead.gateway.upstream import Pools
-from llamastead.shared.secret import instance_key, read_or_make_herd_secret
+from llamastead.shared.errors import ApiError
+from llamastead.shared.secret import instance_key, read_herd_secret
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.connect import BLOCK_MS, connect
 from llamastead.shared.store.errors import StoreError
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
 
@@ -49,15 +53,14 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
     """Run a gateway's parts as long as the context lasts, then give everything back to Redis and leave.
 
     A part that fails for a reason nobody foresaw ends the context: a gateway that no longer hears its inbox
-    must not go on accepting requests. Raises OSError or ValueError when the herd secret can't be had.
+    must not go on accepting requests. Raises StoreUnreachable for a Redis address that is none.
     """
-    secret = read_or_make_herd_secret(settings.run_dir / "secret")
     redis = connect(settings.redis_url)
     store = GatewayStore(redis, Keys(settings.redis_prefix))
     gateway_id = f"{settings.host_id}-{os.getpid()}-{secrets.token_hex(3)}"
     try:
         async with asyncio.timeout(None) as leaving, asyncio.TaskGroup() as tasks:
-            gateway = _assemble(settings, store, gateway_id, partial(instance_key, secret), tasks)
+            gateway = _assemble(settings, store, gateway_id, tasks)
             loops = [tasks.create_task(part) for part in _loops(gateway)]
             try:
                 yield gateway
@@ -74,20 +77,33 @@ async def open_gateway(settings: Settings) -> AsyncIterator[Gateway]:
         await redis.aclose()
 
 
-def _assemble(
-    settings: Settings,
-    store: GatewayStore,
-    gateway_id: str,
-    key_of: Callable[[str, str], str],
-    tasks: asyncio.TaskGroup,
-) -> Gateway:
+class InstanceKeys:
+    """Makes the keys of instances. The secret is read when the first instance is met: by then it is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._secret: bytes | None = None
+
+    def __call__(self, instance: str, nonce: str) -> str:
+        """Return an instance's key; ApiError 500 when the herd secret can't be read."""
+        if self._secret is None:
+            try:
+                self._secret = read_herd_secret(self._path)
+            except (OSError, ValueError) as problem:
+                log.error("the herd secret can't be read", extra={"problem": str(problem)})
+                raise ApiError(500, "this gateway can't read the herd secret in its run folder") from problem
+        return instance_key(self._secret, instance, nonce)
+
+
+def _assemble(settings: Settings, store: GatewayStore, gateway_id: str, tasks: asyncio.TaskGroup) -> Gateway:
     about = {"host": settings.host_id, "pid": str(os.getpid()), "address": f"{settings.host}:{settings.port}"}
     heartbeat = Heartbeat(store, gateway_id, about, settings.heartbeat)
 
     async def register() -> None:
         await heartbeat.beat(admission)
 
-    admission = Admission(store, gateway_id, key_of, settings, tasks, register)
+    keys = InstanceKeys(settings.run_dir / "secret")
+    admission = Admission(store, gateway_id, keys, settings, tasks, register)
     return Gateway(
         id=gateway_id,
         settings=settings,

@@ -12,6 +12,7 @@ import uvicorn
 
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys
+from llamastead.gateway.edge import EdgeProtocol
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.runtime import Gateway, open_gateway
 from llamastead.shared.settings import Settings
@@ -71,7 +72,7 @@ async def serve(settings: Settings, listener: socket.socket) -> int:
         config = uvicorn.Config(
             App(gateway, proxy, keys),
             loop="none",
-            http="httptools",
+            http=EdgeProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -24,6 +24,11 @@ def read_or_make_herd_secret(path: Path) -> bytes:
             pass
         finally:
             draft.unlink()
+    return read_herd_secret(path)
+
+
+def read_herd_secret(path: Path) -> bytes:
+    """Return the herd secret kept at `path`; OSError if it can't be read, ValueError if it is too short."""
     secret = path.read_text().strip().encode()
     if len(secret) < 32:
         raise ValueError(f"{path} holds no herd secret: expected at least 32 characters")
@@ -31,7 +36,7 @@ def read_or_make_herd_secret(path: Path) -> bytes:
 
 
 def instance_key(herd_secret: bytes, instance: str, nonce: str) -> str:
-    """Return the API key of an instance, hex: HMAC-SHA256 (RFC 2104) of its id and nonce under the herd secret."""
+    """Return an instance's API key, hex: HMAC-SHA256 (RFC 2104) of its id and nonce under the secret."""
     return hmac.new(herd_secret, f"{instance} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 

@@ -8,7 +8,8 @@ from llamastead.shared.store.gateway import GatewayStore
 
 async def show_queue(store: GatewayStore) -> dict[str, Any]:
     """Return the queue, the entry that came first standing first, with each request's id, kind and wait."""
-    now_ms = wall_ms()
+    now_ms, queue = wall_ms(), await store.read_queue()
+    waiting = sum(len(demand.tickets) for demand in queue.values())
     entries = [
         {
             "model": model,
@@ -24,6 +25,6 @@ async def show_queue(store: GatewayStore) -> dict[str, Any]:
                 for ticket in demand.tickets
             ],
         }
-        for position, (model, demand) in enumerate((await store.read_queue()).items(), start=1)
+        for position, (model, demand) in enumerate(queue.items(), start=1)
     ]
-    return {"queue": entries, "waiting": sum(len(entry["requests"]) for entry in entries)}
+    return {"queue": entries, "waiting": waiting}
