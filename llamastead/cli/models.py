@@ -124,10 +124,14 @@ def _row(model: dict[str, Any]) -> tuple[str | Text, ...]:
         model["id"],
         Text(state, style=COLOURS.get(state, "")),
         str(context) if context else "-",
-        f"{int(size) / 2**20:.0f} MiB" if size else "-",
+        _mebibytes(int(size)) if size else "-",
         model.get("source", "-"),
         note,
     )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.{0 if size >= 10 * 2**20 else 1}f} MiB"
 
 
 def _await_loaded(client: Client, name: str) -> str:

@@ -21,6 +21,7 @@ BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 10.0
 STEADY_S = 30.0  # a child that lived so long starts again without a growing pause
 LEAST_S = 1.0  # what each step of the stop gets when its time is over, and at most after a second signal
+ORPHANS_S = 2.5  # what the supervisor dismissed ends by itself; what it left behind never does
 LOOK_S = 0.1  # between two looks at /proc for what is left, unless something ends sooner
 # Shares of the stop timeout by which a step is over: running answers, those told to hurry, instances.
 GATEWAYS_DRAIN, GATEWAYS_HURRY, SUPERVISOR = 0.6, 0.65, 0.95
@@ -185,7 +186,7 @@ class Loop:
         until = began + self.stop_timeout * SUPERVISOR
         await self._await_ends(supervisor + worker, max(until, time.monotonic() + LEAST_S))
         _send_all(signal.SIGKILL, supervisor + worker)
-        await self._await_orphans(until)
+        await self._await_orphans(min(until, time.monotonic() + ORPHANS_S))
         redis = self._of("redis")
         _send_all(signal.SIGTERM, redis)
         await self._await_ends(redis, max(began + self.stop_timeout, time.monotonic() + LEAST_S))
