@@ -217,6 +217,10 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Take the head, unless it is an interim one (1xx)."""
+        if self._head_done:
+            # A second answer to one request: the first stands, the connection goes.
+            self._keep_alive = False
+            return
         status = self._parser.get_status_code()
         if status < 200:
             self.headers = []

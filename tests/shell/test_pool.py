@@ -1,0 +1,431 @@
+"""Connections to instances against a scripted raw server: framing, reuse, faults, counts."""
+
+import asyncio
+import random
+import socket
+from pathlib import Path
+
+import pytest
+from byte_path_kit import OK, Visit, answering, chunk, instance
+
+from llamastead.gateway.body import Body, read_body
+from llamastead.gateway.upstream import AddressRefused, Pool, Pools, Response, UpstreamDied, connection, pool
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+EMPTY = Body()
+
+
+@pytest.fixture
+def path(short_tmp: Path) -> Path:
+    """Where the instance listens."""
+    return short_tmp / "e.sock"
+
+
+async def whole(response: Response) -> bytes:
+    """Read an answer to its end and give the connection back."""
+    parts = []
+    while data := await response.read():
+        parts.append(data)
+    assert response.ended
+    response.close()
+    return b"".join(parts)
+
+
+async def ask(made: Pool, *, bodiless: bool = False) -> tuple[int, bytes]:
+    """One exchange, whole."""
+    async with asyncio.timeout(5):
+        response = await made.exchange(HEAD, EMPTY, bodiless=bodiless)
+        return response.status, await whole(response)
+
+
+FRAMINGS = {
+    "length": (OK, (200, b"ok"), True),
+    "chunked": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk(b"o") + chunk(b"k") + chunk(b""),
+        (200, b"ok"),
+        True,
+    ),
+    "trailers": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + chunk(b"ok")
+        + b"0\r\nX-Late: 1\r\nX-More: 2\r\n\r\n",
+        (200, b"ok"),
+        True,
+    ),
+    "no content": (b"HTTP/1.1 204 No Content\r\n\r\n", (204, b""), True),
+    "not modified": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 7\r\n\r\n", (304, b""), True),
+    "interim": (
+        b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\nX-A: b\r\n\r\n" + OK,
+        (200, b"ok"),
+        True,
+    ),
+    "close": (OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), (200, b"ok"), False),
+    "1.0": (OK.replace(b"HTTP/1.1", b"HTTP/1.0"), (200, b"ok"), False),
+    "empty": (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", (200, b""), True),
+}
+
+
+@pytest.mark.parametrize("name", FRAMINGS)
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+async def test_c153_every_framing_is_read_and_kept_or_closed_as_it_says(
+    path: Path, name: str, pieces: int
+) -> None:
+    """Each framing, in pieces: status and body come out, and the connection is reused if it may be."""
+    raw, expected, kept = FRAMINGS[name]
+    step = max(1, len(raw) // pieces)
+
+    async def script(visit: Visit) -> None:
+        while True:
+            await visit.request()
+            for at in range(0, len(raw), step):
+                await visit.send(raw[at : at + step])
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        answers = [await ask(connections) for _ in range(3)]
+        assert answers == [expected] * 3
+        assert made.visits == (1 if kept else 3)
+        assert (connections.busy, connections.idle) == (0, 1 if kept else 0)
+        connections.close()
+        await made.all_closed()
+
+
+async def test_trailers_and_interim_headers_reach_nobody(path: Path) -> None:
+    """Headers before and after the answer's own: dropped, also from the next answer on the connection."""
+    async with instance(
+        path, answering(FRAMINGS["interim"][0][: -len(OK)] + FRAMINGS["trailers"][0])
+    ) as made:
+        connections = Pool(made.address)
+        for _ in range(2):
+            response = await connections.exchange(HEAD, EMPTY)
+            assert response.headers == [(b"transfer-encoding", b"chunked")]
+            await whole(response)
+        connections.close()
+
+
+async def test_an_answer_to_head_has_no_body_whatever_it_says(path: Path) -> None:
+    """HEAD answered with a Content-Length: ends with its head; the next request gets its own answer."""
+    head_answer = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"
+    async with instance(path, answering(head_answer)) as made:
+        connections = Pool(made.address)
+        assert await ask(connections, bodiless=True) == (200, b"")
+        assert await ask(connections, bodiless=True) == (200, b"")
+        connections.close()
+
+
+async def test_an_answer_without_length_ends_with_the_connection(path: Path) -> None:
+    """Neither length nor chunks: the close is the end, and no error."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(b"HTTP/1.1 200 OK\r\n\r\nuntil")
+        await visit.send(b" the end")
+
+    async with instance(path, script) as made:
+        assert await ask(Pool(made.address)) == (200, b"until the end")
+
+
+async def test_a_kept_connection_found_closed_is_replaced_once(path: Path) -> None:
+    """The instance closes on the second request of a connection: it goes out again on a fresh one, once."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(OK)
+        await visit.request()
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        assert [await ask(connections) for _ in range(3)] == [(200, b"ok")] * 3
+        assert (made.visits, len(made.received)) == (3, 5)
+        connections.close()
+
+
+async def test_nothing_is_sent_twice_after_a_byte_came_back(path: Path) -> None:
+    """A kept connection that breaks inside the answer's head: an error, and no second try."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(OK)
+        await visit.request()
+        await visit.send(b"HTTP/1.1 2")
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        await ask(connections)
+        with pytest.raises(UpstreamDied) as died:
+            await ask(connections)
+        assert died.value.answered
+        assert len(made.received) == 2
+
+
+async def test_a_fresh_connection_that_dies_is_an_error(path: Path) -> None:
+    """No answer on a new connection: an error after one try."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+
+    async with instance(path, script) as made:
+        with pytest.raises(UpstreamDied):
+            await ask(Pool(made.address))
+        assert len(made.received) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [b"SSH-2.0-OpenSSH\r\n", OK.replace(b"Length: 2", b"Length: x"), b"\x00" * 99]
+)
+async def test_what_is_no_http_is_an_error(path: Path, answer: bytes) -> None:
+    """Garbage in place of an answer: an error, and the connection is closed."""
+    async with instance(path, answering(answer)) as made:
+        with pytest.raises(UpstreamDied, match="no HTTP"):
+            await ask(Pool(made.address))
+        await made.all_closed()
+
+
+async def test_bytes_that_belong_to_no_request_end_the_connection(path: Path) -> None:
+    """More after an answer than it announced: the connection is never used again."""
+    async with instance(path, answering(OK + b"HTTP/1.1 500 Smuggled\r\nContent-Length: 0\r\n\r\n")) as made:
+        connections = Pool(made.address)
+        assert await ask(connections) == (200, b"ok")
+        assert await ask(connections) == (200, b"ok")
+        assert made.visits == 2
+
+
+async def test_nobody_listening_is_told_apart(path: Path) -> None:
+    """No socket, then a stale one: both are AddressRefused."""
+    with pytest.raises(AddressRefused):
+        await ask(Pool(f"unix:{path}"))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    with pytest.raises(AddressRefused):
+        await ask(Pool(f"unix:{path}"))
+
+
+async def test_a_full_backlog_is_waited_for(path: Path) -> None:
+    """More connections than the backlog takes while nobody accepts: all are served once somebody does."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        listener.setblocking(False)
+        connections = Pool(f"unix:{path}")
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(ask(connections))
+        others = [loop.create_task(ask(connections)) for _ in range(4)]
+        accepted = []
+        try:
+            for _ in range(5):
+                accepted.append((await loop.sock_accept(listener))[0])
+                await loop.sock_recv(accepted[-1], 1000)
+                await loop.sock_sendall(
+                    accepted[-1], OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+                )
+            assert await asyncio.gather(first, *others) == [(200, b"ok")] * 5
+        finally:
+            for sock in accepted:
+                sock.close()
+
+
+async def test_a_connection_serves_a_hundred_requests(path: Path) -> None:
+    """A hundred and one requests: the last one on a second connection, before the instance would close."""
+    async with instance(path, answering()) as made:
+        connections = Pool(made.address)
+        for _ in range(connection.MAX_REQUESTS):
+            await ask(connections)
+        assert (made.visits, connections.idle) == (1, 0)
+        await ask(connections)
+        assert made.visits == 2
+        connections.close()
+
+
+async def test_an_unused_connection_is_closed_in_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle time shortened: the instance sees the close without another request."""
+    monkeypatch.setattr(pool, "IDLE_S", 0.05)
+    async with instance(path, answering()) as made:
+        connections = Pool(made.address)
+        await ask(connections)
+        assert connections.idle == 1
+        await made.all_closed()
+        assert connections.idle == 0
+
+
+async def test_an_aged_connection_is_not_used_even_before_it_is_reaped(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reaper is late: the next request still goes out on a fresh connection."""
+    async with instance(path, answering()) as made:
+        connections = Pool(made.address)
+        await ask(connections)
+        monkeypatch.setattr(pool, "IDLE_S", 0.0)
+        await ask(connections)
+        assert made.visits == 2
+        connections.close()
+
+
+async def test_a_slow_reader_holds_back_the_instance(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of 64 MiB that nobody reads: what is held stays bounded, and all of it comes in the end."""
+    size, piece = 64 << 20, b"x" * 65536
+    paused = asyncio.Event()
+    take = connection.Connection.data_received
+
+    def data_received(self: connection.Connection, data: bytes) -> None:
+        take(self, data)
+        if self._read_paused:
+            paused.set()
+
+    monkeypatch.setattr(connection.Connection, "data_received", data_received)
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(size // len(piece)):
+            await visit.send(piece)
+
+    async with instance(path, script) as made:
+        response = await Pool(made.address).exchange(HEAD, EMPTY)
+        held = response._connection
+        assert held is not None
+        async with asyncio.timeout(5):
+            await paused.wait()
+        assert held._held <= 2 * connection.READ_HIGH_BYTES
+        total = 0
+        while data := await response.read():
+            total += len(data)
+            assert held._held <= 2 * connection.READ_HIGH_BYTES
+        assert total == size
+        response.close()
+
+
+async def large_body(size: int) -> Body:
+    """A body of `size` bytes, spooled."""
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"z" * size, "more_body": False}
+
+    return await read_body(receive, [], size, search=False)
+
+
+async def test_a_large_body_arrives_whole(path: Path) -> None:
+    """Eight MiB from the spool to an instance that reads: byte for byte."""
+    body = await large_body(8 << 20)
+    async with instance(path, answering()) as made:
+        connections = Pool(made.address)
+        head = b"POST /x HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % body.size
+        assert await whole(await connections.exchange(head, body)) == b"ok"
+        assert made.received[0].body == b"z" * body.size
+        assert connections.idle == 1
+        connections.close()
+    body.close()
+
+
+async def test_a_refusal_before_the_bodys_end_is_an_answer(path: Path) -> None:
+    """The instance answers 413 after the head and reads no further: the answer comes, the connection goes."""
+    body = await large_body(64 << 20)
+
+    async def script(visit: Visit) -> None:
+        await visit.reader.readuntil(b"\r\n\r\n")
+        await visit.send(OK.replace(b"200 OK", b"413 Large"))
+        await asyncio.Event().wait()
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        async with asyncio.timeout(5):
+            response = await connections.exchange(
+                b"POST /x HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % body.size, body
+            )
+            assert (response.status, await whole(response)) == (413, b"ok")
+        assert (connections.busy, connections.idle) == (0, 0)
+    body.close()
+
+
+async def test_c25_an_instance_that_hangs_holds_up_nobody_else(short_tmp: Path) -> None:
+    """Fifty requests to an instance that never answers, then ten to another: those are answered at once."""
+
+    async def mute(visit: Visit) -> None:
+        await visit.gone()
+
+    async with (
+        instance(short_tmp / "a.sock", mute) as a,
+        instance(short_tmp / "b.sock", answering()) as b,
+    ):
+        pools = Pools()
+        hanging = [asyncio.create_task(ask(pools.get("a", a.address))) for _ in range(50)]
+        answers = await asyncio.gather(*(ask(pools.get("b", b.address)) for _ in range(10)))
+        assert answers == [(200, b"ok")] * 10
+        assert pools.counts()["a"] == (50, 0)
+        for task in hanging:
+            task.cancel()
+        await asyncio.wait(hanging)
+        assert pools.counts()["a"] == (0, 0)
+        await a.all_closed()
+        await pools.close()
+
+
+async def test_a_dropped_pool_lets_running_answers_end(path: Path) -> None:
+    """Drop an instance with one kept and one running connection: the kept one closes, the answer goes on."""
+    go_on = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        while True:
+            await visit.request()
+            if visit.number == 1:
+                await go_on.wait()
+            await visit.send(OK)
+
+    async with instance(path, script) as made:
+        pools = Pools()
+        running = asyncio.create_task(ask(pools.get("i", made.address)))
+        await made.arrived.wait()
+        await ask(pools.get("i", made.address))
+        pools.drop("i")
+        assert pools.counts() == {}
+        go_on.set()
+        assert await running == (200, b"ok")
+        await made.all_closed()
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_r15_counts_match_what_is_open_after_any_mix_of_ends(path: Path, seed: int) -> None:
+    """Two hundred exchanges that end well, stay unread, are cancelled or die: counts equal open sockets."""
+    chance = random.Random(seed)
+
+    async def script(visit: Visit) -> None:
+        while True:
+            await visit.request()
+            match chance.randrange(5):
+                case 0:
+                    return
+                case 1:
+                    await visit.send(OK[:-1])
+                    await visit.gone()
+                case 2:
+                    await visit.send(OK[:-1])
+                    return
+                case _:
+                    await visit.send(OK)
+
+    async def one(connections: Pool) -> None:
+        try:
+            async with asyncio.timeout(chance.choice([0.02, 0.2])):
+                response = await connections.exchange(HEAD, EMPTY)
+                try:
+                    while chance.random() < 0.7 and await response.read():
+                        pass
+                finally:
+                    response.close()
+        except (UpstreamDied, TimeoutError):
+            pass
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        for _ in range(10):
+            await asyncio.gather(*(one(connections) for _ in range(20)))
+            assert connections.busy == 0
+            async with asyncio.timeout(5), made.closed:
+                await made.closed.wait_for(lambda: made.open == connections.idle)
+        connections.close()
+        await made.all_closed()
+
+
+def test_an_address_of_another_kind_is_refused() -> None:
+    """An address that isn't unix:<path>: said at once."""
+    with pytest.raises(ValueError, match="unix:<path>"):
+        Pools().get("i", "ftp:there")
