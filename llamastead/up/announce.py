@@ -98,9 +98,12 @@ class Announcer:
                 await asyncio.sleep(LOOK_S)
 
     def _example(self, place: str, socket_path: str | None, model: str) -> str:
-        body = json.dumps(
-            {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False
-        )
+        request = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Tell me a story."}],
+            "max_tokens": 64,
+        }
+        body = json.dumps(request, ensure_ascii=False)
         key = " -H 'Authorization: Bearer YOUR-KEY'" if self.settings.inference_keys() else ""
         dial = f"--unix-socket {shlex.quote(socket_path)} " if socket_path else ""
         kind = "-H 'Content-Type: application/json'"
