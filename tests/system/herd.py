@@ -13,8 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tiny import tiny_model
+
+from llamastead.shared.secret import instance_key, read_or_make_herd_secret
+from llamastead.shared.store.connect import connect
+from llamastead.shared.store.keys import Keys
 
 PATIENCE_S = 30.0
+KEYS = Keys("llamastead:")
+# Times of the protocol scaled down, so that what takes seconds in earnest takes a test's blink.
+QUICK: Mapping[str, str] = {
+    "LLAMASTEAD_HEARTBEAT": "0.3",
+    "LLAMASTEAD_SUSPECT_AFTER": "2",
+    "LLAMASTEAD_SWEPT_AFTER": "1",
+    "LLAMASTEAD_LINGER": "0.05",
+    "LLAMASTEAD_LEADER_TTL": "3",
+    "LLAMASTEAD_LEADER_RENEW": "0.5",
+    "LLAMASTEAD_REREAD": "1",
+    "LLAMASTEAD_MIN_RESIDENCE": "0",
+}
 
 
 def free_port() -> int:
@@ -127,6 +144,14 @@ class Herd:
         self.run_dir, self.env = run_dir, dict(env)
         self.roles: dict[str, Role] = {}
         self.ports: list[int] = []
+        self.models = run_dir.parent / "models"
+        self.models.mkdir(exist_ok=True)
+        self.redis_url = self.env.get("LLAMASTEAD_REDIS_URL", f"unix://{run_dir}/redis/valkey.sock")
+
+    def add_models(self, *names: str) -> None:
+        """Write tiny models, each with weights of its own, to the folder `models`."""
+        for name in names:
+            tiny_model(self.models / f"{name}.gguf", sum(map(ord, name)))
 
     async def up(self, *args: str, ready: bool = True) -> Role:
         """Start `llamastead up` with these arguments and wait until its gateway is ready."""
@@ -176,6 +201,80 @@ class Herd:
         async with self.client() as client:
             entries = (await client.get("/models")).json()["data"]
         return dict(next(e["status"] for e in entries if e["id"] == model))
+
+    @contextlib.asynccontextmanager
+    async def redis(self) -> AsyncIterator[Any]:
+        """Yield a client of the herd's Redis."""
+        client = connect(self.redis_url)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+    async def counted(self) -> dict[str, Any]:
+        """Return all tickets, leases and queue entries that Redis holds, by key."""
+        async with self.redis() as redis:
+            kinds = (KEYS.tickets("*"), KEYS.leases("*"))
+            names = [name for kind in kinds async for name in redis.scan_iter(match=kind)]
+            found = {name: await redis.hgetall(name) for name in names}
+            queue = await redis.zrange(KEYS.queue, 0, -1)
+        return found | ({KEYS.queue: queue} if queue else {})
+
+    async def nothing_counted(self) -> None:
+        """Wait until neither a ticket nor a lease is left; fail showing what is."""
+        left: dict[str, Any] = {}
+
+        async def look() -> bool:
+            nonlocal left
+            left = await self.counted()
+            return not left
+
+        try:
+            await until(look, "no tickets and no leases", 5.0)
+        except AssertionError as failure:
+            raise AssertionError(f"{failure}: {left}") from None
+
+    async def instance(self, model: str) -> dict[str, str]:
+        """Return the hash of a model's instance with its id as `id`, empty while there is none."""
+        async with self.redis() as redis:
+            name = await redis.hget(KEYS.model(model), "instance")
+            return {"id": name, **await redis.hgetall(KEYS.instance(name))} if name else {}
+
+    async def direct(self, model: str) -> httpx.AsyncClient:
+        """Return a client of the model's running engine itself, past the gateway."""
+        fields = await self.instance(model)
+        key = instance_key(read_or_make_herd_secret(self.run_dir / "secret"), fields["id"], fields["nonce"])
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=fields["address"].removeprefix("unix:")),
+            base_url="http://instance",
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=PATIENCE_S,
+        )
+
+    async def unload(self, model: str) -> None:
+        """Have a model unloaded and wait until the gateway says so."""
+        async with self.client() as client:
+            await client.post("/models/unload", json={"model": model})
+
+        async def look() -> bool:
+            return (await self.status(model))["value"] == "unloaded"
+
+        await until(look, f"unloaded {model}")
+
+    async def command(self, *words: str, env: Mapping[str, str] = {}) -> tuple[int, str, str]:
+        """Run a `llamastead` command of this herd to its end; return exit code, output and errors."""
+        ours = {"LLAMASTEAD_RUN_DIR": str(self.run_dir), "LLAMASTEAD_REDIS_URL": self.redis_url}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "llamastead", *words),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=clean_environment(self.env | ours | dict(env)),
+        )
+        out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
 
     async def stop(self) -> None:
         """Stop everything that still runs, politely first; then kill what is left by pid."""
