@@ -71,8 +71,8 @@ class Admission:
     ) -> None:
         """Take the parts.
 
-        `instance_key` makes an API key from an instance's id and nonce, or raises ApiError; `register` sends a
-        heartbeat now; `tasks` runs what goes on behind the requests.
+        `instance_key` makes an API key from an instance's id and nonce, or raises ApiError; `register` sends
+        a heartbeat now; `tasks` runs what goes on behind the requests.
         """
         self.leases = Leases(settings.linger, self._release)
         self._store = store

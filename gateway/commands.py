@@ -25,6 +25,11 @@ class Commands:
         self._submitting = 0
         self._early: dict[str, dict[str, Any]] = {}
 
+    @property
+    def open_questions(self) -> int:
+        """How many commands are under way."""
+        return len(self._asked) + self._submitting
+
     async def ask(self, verb: str, fields: Mapping[str, str]) -> dict[str, Any]:
         """Return the supervisor's answer; its refusal is raised as ApiError, silence as ApiError 503."""
         command = ""

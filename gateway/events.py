@@ -41,6 +41,11 @@ class EventStreams:
         self._told: dict[str, WireStatus] = {}
         self._closed = False
 
+    @property
+    def open_streams(self) -> int:
+        """How many streams are open."""
+        return len(self._streams)
+
     def on_event(self, event: Mapping[str, str]) -> None:
         """Take an event of the herd."""
         self._happened.put_nowait(event)

@@ -7,7 +7,7 @@ from llamastead.gateway.commands import Commands
 from llamastead.shared.errors import ApiError
 
 FOLLOW_PAUSE_S = 0.5
-MOST_LINES = 100_000
+MOST_LINES = 10_000
 
 
 def wanted_lines(text: str | None) -> int:

@@ -1,5 +1,6 @@
 """GET /props without a model: what llama-server's router says of itself, and our own settings."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,6 @@ def router_props(settings: Settings, herd: Mapping[str, str]) -> dict[str, Any]:
             "version": herd.get("version", ""),
             "host": herd.get("host", ""),
             "registry_revision": herd.get("registry_revision", ""),
-            **{name: float(herd[name]) for name in LIMITS if herd.get(name)},
+            **{name: json.loads(herd[name]) for name in LIMITS if herd.get(name)},
         },
     }
