@@ -98,16 +98,13 @@ class Announcer:
                 await asyncio.sleep(LOOK_S)
 
     def _example(self, place: str, socket_path: str | None, model: str) -> str:
-        request = {
-            "model": model,
-            "messages": [{"role": "user", "content": "Tell me a story."}],
-            "max_tokens": 64,
-        }
+        # Plain completion: it gives sensible text with any model that generates, chat template or not.
+        request = {"model": model, "prompt": "Once upon a time", "max_tokens": 32}
         body = json.dumps(request, ensure_ascii=False)
         key = " -H 'Authorization: Bearer YOUR-KEY'" if self.settings.inference_keys() else ""
         dial = f"--unix-socket {shlex.quote(socket_path)} " if socket_path else ""
         kind = "-H 'Content-Type: application/json'"
-        return f"curl {dial}{place}/v1/chat/completions{key} {kind} -d {shlex.quote(body)}"
+        return f"curl {dial}{place}/v1/completions{key} {kind} -d {shlex.quote(body)}"
 
 
 def _per_source(models: Mapping[str, Mapping[str, str]]) -> str:

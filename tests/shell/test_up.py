@@ -112,7 +112,7 @@ def test_says_engine_models_readiness_and_address(run: Run) -> None:
     assert "engine     " in text
     assert "models     1 from models_dir" in text
     assert "supervisor ready after" in text
-    assert f"curl {url}/v1/chat/completions" in text
+    assert f"curl {url}/v1/completions" in text
     assert json.loads((run.run_dir / "gateway.json").read_text()) == {"url": url, "key": None}
     assert (run.run_dir / "redis/valkey.sock").stat().st_mode & 0o777 == 0o700
     below = descendants_of(run.pid, set())
