@@ -1,0 +1,1 @@
+"""Measurements that are run by hand: each package or module here is one."""
