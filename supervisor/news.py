@@ -62,6 +62,8 @@ class News:
             case HolderStop(step, processing):
                 facts = {"instance": instance, "step": step, "processing": processing}
                 log.info("instance stopping", extra=facts)
+                if step == "kill":
+                    self._spawn(self._expect_end(instance))
             case HolderExit():
                 end_class, reason = classify_exit(event)
                 doomed = is_doomed(event)
@@ -97,6 +99,14 @@ class News:
                 self._tell(events.FellAsleep(instance))
             case _:
                 log.debug("engine says", extra={"instance": instance, "state": state})
+
+    async def _expect_end(self, instance: str) -> None:
+        """Tell when a KILL has no effect: its process hangs in the kernel, and holds what it holds."""
+        running = self._running.get(instance)
+        await asyncio.sleep(KILL_GIVES_UP_AFTER_S)
+        if running is not None and self._running.get(instance) is running:
+            log.error("instance does not end", extra={"instance": instance, "pid": running.pid})
+            self._tell(events.StopFailed(instance))
 
     async def _clean_up(self, instance: str) -> None:
         """End what is left of an instance whose holder is gone; tell its exit when nothing is left."""
