@@ -1,4 +1,4 @@
-"""`make_secrets.py FOLDER HOST`: at the first start, make what the services share; later starts change nothing.
+"""`make_secrets.py FOLDER HOST`: at the first start, make what the services share; later nothing changes.
 
 The herd secret goes to the run folder. A password for the Redis at HOST goes to FOLDER, as the address that
 the roles use and as a line of Redis's own configuration. The group, which Redis's container has too, may read
@@ -27,7 +27,7 @@ def make(folder: Path, host: str) -> None:
     """Make the password, in both its forms."""
     password = secrets.token_hex(32)
     write(folder / "redis.conf", f"requirepass {password}\n")
-    # With a user: redis-cli -u takes an empty name for a name. Last, since its presence says that all is there.
+    # With a user: redis-cli -u takes an empty name for a name. Last, since it says that all is there.
     write(folder / "redis-url", f"redis://default:{password}@{host}:6379/0\n")
 
 
