@@ -1,0 +1,263 @@
+"""A gateway as a process: how it begins, how it leaves, and several of them on one port."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from gateway_kit import ScriptedLeader, until
+from redis.asyncio import Redis
+
+from llamastead.shared.ports import listen
+from llamastead.shared.secret import read_or_make_herd_secret
+from llamastead.shared.store.keys import Keys
+
+NONCE = "0" * 32
+
+
+class TalkingInstance:
+    """An instance that begins a stream and says no more until it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.finish = asyncio.Event()
+        self._talking: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["TalkingInstance"]:
+        """Serve; at the end every connection is finished and closed."""
+        server = await asyncio.start_unix_server(self._on_connection, self.path)
+        async with server:
+            try:
+                yield self
+            finally:
+                self.finish.set()
+                await asyncio.gather(*self._talking, return_exceptions=True)
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._talking.add(asyncio.ensure_future(self._serve(reader, writer)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"b\r\ndata: one\n\n\r\n")
+        await self.finish.wait()
+        writer.write(b"b\r\ndata: two\n\n\r\n0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+
+@dataclass
+class GatewayProcess:
+    """`llamastead gateway` on a port of its own."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    log: Path
+
+    def client(self) -> httpx.AsyncClient:
+        """Return a client that keeps no connection, so that each request meets the listening socket."""
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", limits=limits, timeout=20)
+
+    async def ready(self) -> str:
+        """Return the id of the gateway that answers, once one is ready."""
+        async with self.client() as client:
+
+            async def look() -> str:
+                try:
+                    answer = await client.get("/readyz")
+                except httpx.TransportError:
+                    return ""
+                return str(answer.json()["gateway"]) if answer.status_code == 200 else ""
+
+            return str(await until(look, "the gateway to be ready"))
+
+
+@pytest.fixture
+def env(redis_url: str, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings of the processes, through their environment; returns the run folder."""
+    read_or_make_herd_secret(short_tmp / "secret")
+    monkeypatch.setenv("LLAMASTEAD_RUN_DIR", str(short_tmp))
+    monkeypatch.setenv("LLAMASTEAD_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "10")
+    return short_tmp
+
+
+@pytest.fixture
+async def leader(redis: Redis, keys: Keys) -> ScriptedLeader:
+    leader = ScriptedLeader(redis, keys)
+    await leader.open("a")
+    return leader
+
+
+@asynccontextmanager
+async def gateway_process(folder: Path, *flags: str) -> AsyncIterator[GatewayProcess]:
+    with listen("127.0.0.1", 0) as probe:
+        port = probe.getsockname()[1]
+    log = folder / "gateway.log"
+    with log.open("ab") as out:
+        words = ("-m", "llamastead", "gateway", "--port", str(port), *flags)
+        process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=out, stderr=out)
+    try:
+        yield GatewayProcess(process, port, log)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def load(leader: ScriptedLeader, instance: TalkingInstance) -> None:
+    fields = {"state": "loading", "address": f"unix:{instance.path}", "nonce": NONCE}
+    await leader.store.put_instance("h-1-1", fields, "a", {})
+    await leader.store.ready("h-1-1", "a", {})
+
+
+async def refuses(port: int) -> bool:
+    """Return whether nothing listens on the port."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionRefusedError:
+        return True
+    writer.close()
+    return False
+
+
+async def test_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """TERM with an answer and an event stream open: nobody new, the stream ends, the answer is whole."""
+    instance = TalkingInstance(env / "e.sock")
+    async with instance.listening(), gateway_process(env) as gateway, gateway.client() as client:
+        await gateway.ready()
+        await load(leader, instance)
+        body = {"model": "a", "stream": True}
+        async with (
+            client.stream("POST", "/v1/completions", json=body) as answer,
+            client.stream("GET", "/models/sse") as events,
+        ):
+            parts = answer.aiter_bytes()
+            assert await anext(parts) == b"data: one\n\n"
+            gateway.process.send_signal(signal.SIGTERM)
+            assert [chunk async for chunk in events.aiter_bytes()] == []
+            await until(lambda: refuses(gateway.port), "the port to be closed")
+            assert await leader.leases("h-1-1") != {}
+            instance.finish.set()
+            assert [part async for part in parts] == [b"data: two\n\n"]
+        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+        assert await leader.leases("h-1-1") == {}
+        assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == []
+
+
+async def test_what_does_not_end_is_cut_at_the_deadline(
+    env: Path, leader: ScriptedLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TERM with an answer that never ends: it is cut after the stop-timeout, and the exit status tells."""
+    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "1")
+    instance = TalkingInstance(env / "e.sock")
+    async with instance.listening(), gateway_process(env) as gateway, gateway.client() as client:
+        await gateway.ready()
+        await load(leader, instance)
+        async with client.stream("POST", "/v1/completions", json={"model": "a"}) as answer:
+            parts = answer.aiter_bytes()
+            await anext(parts)
+            gateway.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.TransportError):
+                [part async for part in parts]
+        assert await asyncio.wait_for(gateway.process.wait(), 10) == 1
+        assert await leader.leases("h-1-1") == {}
+
+
+async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -> None:
+    """TERM twice with a long stop-timeout: the open answer is cut long before it."""
+    instance = TalkingInstance(env / "e.sock")
+    async with instance.listening(), gateway_process(env) as gateway, gateway.client() as client:
+        await gateway.ready()
+        await load(leader, instance)
+        async with client.stream("POST", "/v1/completions", json={"model": "a"}) as answer:
+            await anext(answer.aiter_bytes())
+            gateway.process.send_signal(signal.SIGTERM)
+            await until(lambda: refuses(gateway.port), "the port to be closed")
+            gateway.process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(gateway.process.wait(), 5) == 1
+
+
+async def test_c111_a_hangup_ends_no_gateway(env: Path, leader: ScriptedLeader) -> None:
+    """Send HUP ten times to a gateway with two workers and to each worker: all answer on."""
+    async with gateway_process(env, "--workers", "2") as gateway:
+        await gateway.ready()
+        for _ in range(10):
+            gateway.process.send_signal(signal.SIGHUP)
+        assert await gateway.ready()
+        assert gateway.process.returncode is None
+
+
+async def test_workers_share_the_port_and_a_dead_one_comes_back(env: Path, leader: ScriptedLeader) -> None:
+    """Run two workers, kill one, then stop: two gateways, two again with another id, none."""
+    async with gateway_process(env, "--workers", "2") as gateway:
+
+        async def two() -> set[str]:
+            found = set(await leader.redis.zrange(leader.keys.gateways, 0, -1))
+            return found if len(found) == 2 else set()
+
+        before = await until(two, "two gateways")
+        killed = min(before)
+        host, _, pid = killed.rpartition("-")[0].rpartition("-")
+        assert host
+        signal_process(int(pid))
+
+        async def another() -> bool:
+            return bool(set(await leader.redis.zrange(leader.keys.gateways, 0, -1)) - before)
+
+        await until(another, "a new worker")
+        assert await gateway.ready()
+        gateway.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+        assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == [killed]
+
+
+def signal_process(pid: int) -> None:
+    """Kill one worker, hard."""
+
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_taken_port_is_one_clear_line(env: Path) -> None:
+    """Begin on a port that this process holds: status 2 and one line that names the pid."""
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "llamastead", "gateway", "--port", str(port)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+    lines = said.decode().splitlines()
+    assert process.returncode == 2
+    assert len(lines) == 1
+
+    assert f"port {port} on 127.0.0.1 is taken by pid {os.getpid()}" in lines[0]
+
+
+async def test_a_gateway_on_a_unix_socket(env: Path, leader: ScriptedLeader) -> None:
+    """Listen on a socket file that a dead process left behind: it is replaced and answers."""
+    path = env / "gw.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with gateway_process(env, "--host", str(path)):
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+
+            async def look() -> bool:
+                try:
+                    return (await client.get("/readyz")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+            await until(look, "the gateway to be ready")
