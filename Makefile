@@ -47,3 +47,8 @@ compile = printf 'hatchling>=1.27\neditables\n' | uv pip compile -q --universal 
 lock:
 	$(compile) -o requirements.lock
 	$(compile) --extra dev -c requirements.lock -o requirements-dev.lock
+
+# Scheduling policies compared on arrival traces in virtual time; ARGS="--json" or ARGS="--seed 2".
+.PHONY: bench-policy
+bench-policy: dev
+	@$(run)/python -m bench.policy $(ARGS)

@@ -1,4 +1,4 @@
-"""`python -m bench.policy [--json] [--seed N] [--share S]`: all traces and policies in a table, and verdicts."""
+"""`python -m bench.policy [--json] [--seed N] [--share S]`: a table of all runs, and the verdicts."""
 
 import argparse
 import json

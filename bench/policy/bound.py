@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llamastead.supervisor.core.state import Policy
+
 # Seconds on top per entry for the steps between: told, decided, carried out, told again.
 STEPS = 0.05
 
@@ -11,8 +13,8 @@ STEPS = 0.05
 class Stay:
     """One entry of the queue: a model from the first request that had to wait until all of them were let in.
 
-    `rest`, `stop` and `residence` are what the costliest of its victims took: to finish what it had admitted
-    before its drain, to stop, and to stay its minimum time; `load` is its own load.
+    `rest` and `stop` are what the costliest of its victims took to finish what it had admitted before its
+    drain, and to stop; `victim_load` is the longest load of a victim, `load` its own.
     """
 
     model: str
@@ -20,7 +22,7 @@ class Stay:
     priority: int = 0
     rest: float = 0.0
     stop: float = 0.0
-    residence: float = 0.0
+    victim_load: float = 0.0
     load: float = 0.0
     until: float = 0.0
 
@@ -29,11 +31,11 @@ class Stay:
         """How long its first request waited."""
         return self.until - self.first
 
-    def victim_gone(self, rest: float, stop: float, residence: float) -> None:
+    def victim_gone(self, rest: float, stop: float, load: float) -> None:
         """Note what one of its victims cost."""
         self.rest = max(self.rest, rest)
         self.stop = max(self.stop, stop)
-        self.residence = max(self.residence, residence)
+        self.victim_load = max(self.victim_load, load)
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,26 @@ class Bounded:
     bound: float
 
 
-def bounded(stays: Sequence[Stay], max_wait: float, priority_step: float) -> list[Bounded]:
-    """Return each stay with its bound, for the herd's max-wait and the head start of a priority class.
+def bounded(stays: Sequence[Stay], promised: Policy) -> list[Bounded]:
+    """Return each stay with its bound under these limits.
 
     The bound is max-wait, and for the entry itself and each one that waited before it: the rest of what its
     victims had admitted before their drain, their stop, and its load. An entry behind others may get the room
-    of an instance that was loaded for one of them only just now, so each but the first adds what its victims
-    stay at least. Who waited before whom is told by arrival and priority, not by what the scheduler made of
-    them.
+    of an instance that was loaded for one of them only just now, so each but the first adds the minimum
+    residence of its victims. Who waited before whom is told by arrival and priority, not by what the
+    scheduler made of them.
     """
 
     def key(stay: Stay) -> tuple[float, float, str]:
-        return stay.first - priority_step * stay.priority, stay.first, stay.model
+        return stay.first - promised.priority_step * stay.priority, stay.first, stay.model
+
+    def residence(stay: Stay) -> float:
+        return min(max(promised.min_residence, stay.victim_load / 2), promised.max_wait / 2)
 
     ordered = sorted(stays, key=key)
     found = []
     for place, stay in enumerate(ordered):
         upto = [s for s in ordered[: place + 1] if s.until > stay.first and s.first < stay.until]
-        costs = sum(s.rest + s.stop + s.load + STEPS for s in upto) + sum(s.residence for s in upto[1:])
-        found.append(Bounded(stay, max_wait + costs))
+        costs = sum(s.rest + s.stop + s.load + STEPS for s in upto) + sum(residence(s) for s in upto[1:])
+        found.append(Bounded(stay, promised.max_wait + costs))
     return found

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from bench.policy.bound import Stay
 from bench.policy.world import BrokenPolicyError, Engine, Herd, Request
+from llamastead.shared.words import EndClass
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core.queue import residence
 from llamastead.supervisor.core.state import Claims, Demand, ModelSpec, Policy, State, initial
 from llamastead.supervisor.core.step import Step, step
 
@@ -76,16 +76,11 @@ class Ours:
     def on_gone(self, engine: Engine) -> None:
         """Pass on the exit, noting what this victim cost the entry that asked for its room."""
         name = self._name_of(engine)
-        instance = self._state.instances[name]
-        leaving = instance.leaving
+        leaving = self._state.instances[name].leaving
         entry = self._entries.get(leaving.for_model or "") if leaving else None
         if entry is not None:
-            stays = min(residence(self._state, instance), self.policy.max_wait / 2)
-            entry.victim_gone(self._instances[name].rest_at_drain, engine.times.stop, stays)
-        end_class = leaving.end_class if leaving else None
-        if end_class is None:
-            raise BrokenPolicyError(f"{engine.model} went without being asked to")
-        self._tell(ev.Exited(name, end_class, "asked"))
+            entry.victim_gone(self._instances[name].rest_at_drain, engine.times.stop, engine.times.load)
+        self._tell(ev.Exited(name, EndClass.STOPPED, "stopped as asked"))
 
     # What the driver does
 

@@ -12,7 +12,8 @@ from bench.policy.world import Herd, Trace
 from bench.policy.world import Policy as Scheduler
 from llamastead.supervisor.core.state import Policy
 
-PROMISED = Policy()  # whose max-wait the bound is made of, whatever the policy under test is given
+# The limits that bounds are made of, whatever the policy under test is given.
+PROMISED = Policy()
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
 
 
 def _worst(policy: Ours) -> Worst | None:
-    rows = bounded(policy.stays, PROMISED.max_wait, PROMISED.priority_step)
+    rows = bounded(policy.stays, PROMISED)
     if not rows:
         return None
     worst = max(rows, key=lambda row: row.stay.wait / row.bound)

@@ -22,7 +22,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Client:
-    """Somebody who sends requests to one model, each a pause after the answer before it, the first at `starts`.
+    """Somebody who sends requests to one model, each a pause after the last answer, the first at `starts`.
 
     `requests` are pairs of that pause and of the time the engine works on the request.
     """
