@@ -129,7 +129,8 @@ def on_loading(draft: Draft, instance: Instance, event: ev.Loading) -> None:
     """Note progress. An awake or sleeping instance that loads is waking, whoever woke it."""
     moved = event.progress != instance.progress or instance.state not in {S.LOADING, S.WAKING}
     fields: dict[str, Any] = {"progress": event.progress, "moved_at": draft.now} if moved else {}
-    draft.change(instance, Change.LOADING, **fields)
+    loading = draft.change(instance, Change.LOADING, **fields)
+    draft.set(loading, resting=instance.resting and loading.state is not S.WAKING)
 
 
 def on_moved(draft: Draft, instance: Instance, _: ev.Moved) -> None:
@@ -141,7 +142,7 @@ def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None
     """Make it ready and grant those who wait. A repeated line changes nothing, so it may be sent at every
     look.
     """
-    ready = draft.change(instance, Change.READY)
+    ready = draft.change(instance, Change.READY, resting=False)
     if ready.state is not S.READY or instance.state is S.READY:
         return
     if ready.ready_at is None:
@@ -254,8 +255,8 @@ def on_undrain_refused(draft: Draft, instance: Instance, _: ev.UndrainRefused) -
 
 
 def on_slept(draft: Draft, instance: Instance, _: ev.Slept) -> None:
-    """It is asleep for all."""
-    _settle(draft, instance)
+    """It is asleep for all, and what it held is free."""
+    _settle(draft, instance, resting=instance.state is S.SLEEPING)
 
 
 def on_sleep_refused(draft: Draft, instance: Instance, event: ev.SleepRefused) -> None:

@@ -61,7 +61,7 @@ def need_of(state: State, entry: Entry, own: Instance | None) -> Need:
     asleep = own is not None and own.state is S.SLEEPING
     return Need(
         model=entry.model,
-        amounts=dict(spec.needs) if asleep else {SLOT: 1, **spec.needs},
+        amounts=_wakes_with(own) if own and asleep else {SLOT: 1, **spec.needs},
         overdue_at=entry.overdue_at,
         max_wait=max_wait(state, spec),
         evict_more=trouble_of(state, entry.model).evict_more,
@@ -93,9 +93,15 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
     return Snapshot(now, free, capacity, tuple(going), tuple(candidates))
 
 
+def _wakes_with(own: Instance) -> Amounts:
+    return own.needs if own.resting else {}
+
+
 def booked(instance: Instance) -> Amounts:
-    """Return what an instance holds: a slot until its process is gone, and its bytes unless it sleeps."""
-    return {SLOT: 1} if instance.state is S.SLEEPING else {SLOT: 1, **instance.needs}
+    """Return what an instance holds: a slot until its process is gone, and its bytes unless it gave them
+    back.
+    """
+    return {SLOT: 1} if instance.resting else {SLOT: 1, **instance.needs}
 
 
 def residence(state: State, instance: Instance) -> float:

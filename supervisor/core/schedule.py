@@ -213,7 +213,7 @@ def _commit(
         case planner.Start() if own is None:
             return Wait(WaitReason.LOADING, (_start(draft, need.model).id,))
         case planner.Start() if own is not None and own.state is S.SLEEPING:
-            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now)
+            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now, resting=False)
             draft.do(Wake(own.id, own.model))
             return Wait(WaitReason.WAKING, (own.id,))
         case planner.Start():

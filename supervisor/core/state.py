@@ -104,9 +104,9 @@ class Instance:
     """One llama-server process, from the decision to start it until its confirmed exit.
 
     `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready;
-    `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease was
-    ever held on it; `stale` that the last refusal said nothing that helps, so no script is tried before facts
-    are read again.
+    `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease
+    was ever held on it; `resting` that it sleeps and has given its bytes back; `stale` that the last
+    refusal said nothing that helps, so no script is tried before facts are read again.
     """
 
     id: str
@@ -126,6 +126,7 @@ class Instance:
     ask: Ask | None = None
     leaving: Leaving | None = None
     stale: bool = False
+    resting: bool = False
 
 
 @dataclass(frozen=True)

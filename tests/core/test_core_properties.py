@@ -1,6 +1,6 @@
 """The invariants of scheduling, over random histories of a simulated world (see core_world).
 
-LLAMASTEAD_CORE_EXAMPLES sets how many histories are tried, for a longer run.
+CORE_EXAMPLES sets how many histories are tried, for a longer run.
 """
 
 import os
@@ -19,7 +19,7 @@ from llamastead.shared.words import EndClass
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.state import Policy
 
-EXAMPLES = int(os.environ.get("LLAMASTEAD_CORE_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("CORE_EXAMPLES", "60"))
 FEW_MODELS = "abcdefgh"
 ENDS = [EndClass.FAILED_TO_START, EndClass.OUT_OF_MEMORY, EndClass.CRASHED, EndClass.KILLED]
 
