@@ -75,7 +75,7 @@ def _bursty(seed: int, share: float) -> Trace:
 
 
 def _several_slots(seed: int, share: float) -> Trace:
-    """Ten models, large and small, liked and not; some answers take long; one has priority; room for three."""
+    """Ten models, large and small, liked and not; some answers are long; one has priority; room for three."""
     chance = _chance(seed, "several")
     models = {
         f"model-{k}": Model(load=3.0 + 2.0 * k, stop=0.3 + 0.2 * k, priority=int(k == 7)) for k in range(10)

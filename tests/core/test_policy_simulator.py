@@ -14,6 +14,7 @@ from bench.policy.ours import Ours
 from bench.policy.report import POLICIES, Outcome, Verdict, ours, replay, verdicts
 from bench.policy.traces import PING_PONG, traces
 from bench.policy.world import BrokenPolicyError, Client, Engine, Herd, Model, Trace
+from bench.policy.world import Policy as Scheduler
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.state import Policy, State
@@ -25,7 +26,7 @@ TRACES = {trace.name: trace for trace in traces(seed=1, share=SHARE)}
 
 def runs_with(mine: Callable[[Herd], Ours], *names: str) -> list[Outcome]:
     """Replay the named traces with strict FIFO and with this form of ours."""
-    policies = {"strict FIFO": StrictFifo, "ours": mine}
+    policies: dict[str, Callable[[Herd], Scheduler]] = {"strict FIFO": StrictFifo, "ours": mine}
     return [replay(TRACES[name], policy, make) for name in names for policy, make in policies.items()]
 
 
@@ -34,7 +35,7 @@ def broken(verdicts_: list[Verdict]) -> list[str]:
 
 
 def test_ours_swaps_little_and_keeps_its_bound_on_every_trace() -> None:
-    """Replay every trace under every policy: both verdicts on swaps and a bound per trace are there and hold."""
+    """Replay every trace under every policy: two verdicts on swaps and a bound per trace, and all hold."""
     outcomes = [replay(trace, name, make) for trace in TRACES.values() for name, make in POLICIES.items()]
     held = verdicts(outcomes)
     assert len(held) == len(PING_PONG) + len(TRACES)
@@ -44,16 +45,12 @@ def test_ours_swaps_little_and_keeps_its_bound_on_every_trace() -> None:
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_the_verdicts_do_not_hang_on_one_seed(seed: int) -> None:
     """Replay other traces of the same kinds: all verdicts hold again."""
-    outcomes = [
-        replay(trace, name, make)
-        for trace in traces(seed, SHARE)
-        for name, make in {"strict FIFO": StrictFifo, "ours": ours}.items()
-    ]
+    outcomes = [replay(trace, name, make) for trace in traces(seed, SHARE) for name, make in POLICIES.items()]
     assert broken(verdicts(outcomes)) == []
 
 
 def test_one_that_never_drains_breaks_its_bound() -> None:
-    """Give the core an endless max-wait: where one model is always busy, the others wait beyond their bound."""
+    """Give the core an endless max-wait: where one model is always busy, others pass their bound."""
 
     def mine(herd: Herd) -> Ours:
         return Ours(herd, Policy(models_max=herd.trace.models_max, max_wait=1e9))
@@ -62,7 +59,7 @@ def test_one_that_never_drains_breaks_its_bound() -> None:
 
 
 def test_one_without_minimum_residence_swaps_too_often() -> None:
-    """Have the core keep nothing loaded for a while: where a client is away for an instant it swaps each time."""
+    """Have the core keep nothing loaded for long: with an instant between requests it swaps for each."""
 
     def forgetful(state: State, event: ev.Event, now: float) -> Step:
         instances = {name: replace(each, load_time=0.0) for name, each in state.instances.items()}
@@ -148,7 +145,7 @@ def test_llama_servers_router_starves_who_waits_for_a_busy_one() -> None:
 
 
 def test_the_bound_of_one_entry_and_of_one_behind_it() -> None:
-    """Take entries with known costs: the first may wait max-wait and its own, the next both and a residence."""
+    """Take entries with known costs: one may wait max-wait and its own, the next both and a residence."""
     first = Stay("a", 0.0, rest=3.0, stop=1.0, victim_load=8.0, load=10.0, until=44.0)
     second = Stay("b", 5.0, rest=2.0, stop=1.0, victim_load=10.0, load=7.0, until=60.0)
     after = Stay("c", 50.0, rest=0.0, stop=0.0, load=7.0, until=70.0)
