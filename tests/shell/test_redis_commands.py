@@ -14,9 +14,7 @@ from llamastead.cli.redis_shell import client_words
 
 DOCS = Path(__file__).parents[2] / "docs/redis.md"
 COMMANDS = re.findall(r"^llamastead redis (.+?) +# ", DOCS.read_text(), re.MULTILINE)
-needs_redis_cli = pytest.mark.skipif(
-    shutil.which("redis-cli") is None, reason="needs redis-cli (redis-tools)"
-)
+REDIS_CLI = shutil.which("redis-cli")
 
 
 @pytest.fixture
