@@ -1,6 +1,7 @@
 """The roles apart: two gateways, a supervisor and a worker as processes of their own on one Valkey."""
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from typing import Any
@@ -129,6 +130,31 @@ async def test_a_client_that_leaves_gives_its_ticket_back(apart: Herd) -> None:
         answer = await two.post("/v1/chat/completions", json={"model": "third", **CHAT})
         assert answer.status_code == 200, answer.text
     await apart.nothing_counted()
+
+
+async def test_c45_a_lost_event_is_made_good_by_the_next_look(apart: Herd) -> None:
+    """Pause a gateway while a model loads and trim its events away: it shows it as loaded all the same."""
+    await apart.unload("first")
+    paused = apart.roles["gateway-2"].pid
+    async with apart.client(0) as one, apart.client(1) as two, apart.redis() as redis:
+        os.kill(paused, signal.SIGSTOP)
+        try:
+            assert (await one.post("/models/load", json={"model": "first"})).status_code == 200
+
+            async def loaded() -> bool:
+                return (await apart.status("first"))["value"] == "loaded"
+
+            await until(loaded, "first loaded at the other gateway")
+            # What the paused one was sent before is older than READY; the rest is gone for good.
+            await redis.xtrim(KEYS.events, maxlen=0)
+        finally:
+            os.kill(paused, signal.SIGCONT)
+
+        async def converged() -> bool:
+            entry = (await two.get("/v1/models/first")).json()
+            return bool(entry["status"]["value"] == "loaded")
+
+        await until(converged, "first loaded at the paused gateway", 5 * float(QUICK["LLAMASTEAD_REREAD"]))
 
 
 async def test_the_worker_reads_what_the_supervisor_asked_for(apart: Herd) -> None:
