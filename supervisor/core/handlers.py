@@ -134,8 +134,9 @@ def on_loading(draft: Draft, instance: Instance, event: ev.Loading) -> None:
 
 
 def on_moved(draft: Draft, instance: Instance, _: ev.Moved) -> None:
-    """Renew the stall timer of a load."""
-    draft.set(instance, moved_at=draft.now)
+    """Renew the stall timer of a load; lines that an engine writes at work mean nothing here."""
+    if instance.state in LOADS or instance.state is S.WAKING:
+        draft.set(instance, moved_at=draft.now)
 
 
 def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None:
