@@ -1,5 +1,6 @@
 """The gateway role: one process, or several that share one listening socket."""
 
+import asyncio
 import ctypes
 import logging
 import os
@@ -10,6 +11,7 @@ import time
 
 import uvloop
 
+from llamastead.gateway.last_call import last_call
 from llamastead.gateway.server import serve
 from llamastead.shared.ports import ListenError, listen
 from llamastead.shared.settings import Settings, SettingsError
@@ -37,7 +39,7 @@ def run(settings: Settings, workers: int) -> int:
         log.error(str(problem))
         return 2
     if workers == 1:
-        return _serve(settings, listener)
+        return _serve(settings, listener, alone=settings.listen_fd is None)
     return _Workers(settings, listener, workers).run()
 
 
@@ -47,9 +49,9 @@ def _listener(settings: Settings) -> socket.socket:
     return socket.socket(fileno=settings.listen_fd)
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
+def _serve(settings: Settings, listener: socket.socket, alone: bool) -> int:
     try:
-        return uvloop.run(serve(settings, listener))
+        return uvloop.run(serve(settings, listener, alone))
     except StoreUnreachable as problem:
         log.error(str(problem))
         return 2
@@ -106,12 +108,17 @@ class _Workers:
         code = 1
         try:
             if os.getppid() == parent:
-                code = _serve(self._settings, self._listener)
+                code = _serve(self._settings, self._listener, alone=False)
         finally:
             sys.stderr.flush()
             os._exit(code)
 
     def _stop(self, number: int) -> None:
-        self._stopping = True
+        if not self._stopping:
+            self._stopping = True
+            # The children close their copies of the socket; while ours is open, connections begin unheard.
+            if self._settings.listen_fd is None:
+                asyncio.run(last_call(self._listener))
+            self._listener.close()
         for pid in self._pids:
             os.kill(pid, number)

@@ -13,6 +13,7 @@ import uvicorn
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys
 from llamastead.gateway.edge import EdgeProtocol
+from llamastead.gateway.last_call import last_call
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.runtime import Gateway, open_gateway
 from llamastead.shared.settings import Settings
@@ -30,9 +31,11 @@ class Server(uvicorn.Server):
     have until the stop-timeout, then they are cut. Second signal: they are cut now.
     """
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, alone: bool) -> None:
+        """`alone`: no other process accepts on the listening socket."""
         super().__init__(config)
         self._gateway = gateway
+        self._alone = alone
         self.cut = 0
 
     def ask_stop(self) -> None:
@@ -49,6 +52,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Leave; `cut` is then the number of requests that did not end by themselves."""
+        if self._alone and sockets:
+            await last_call(sockets[0])
         for server in self.servers:
             server.close()
         self._gateway.events.close()
@@ -61,8 +66,11 @@ class Server(uvicorn.Server):
                 await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
 
-async def serve(settings: Settings, listener: socket.socket) -> int:
-    """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut."""
+async def serve(settings: Settings, listener: socket.socket, alone: bool) -> int:
+    """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut.
+
+    `alone`: no other process accepts on `listener`.
+    """
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at start and end, we tell
     keys = Keys(
         tuple(sorted(settings.inference_keys())), tuple(key.get_secret_value() for key in settings.admin_keys)
@@ -82,7 +90,7 @@ async def serve(settings: Settings, listener: socket.socket) -> int:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.stop_timeout),
         )
-        server = Server(config, gateway)
+        server = Server(config, gateway, alone)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.ask_stop)

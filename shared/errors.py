@@ -25,8 +25,8 @@ class ApiError(Exception):
     """An answer that refuses a request.
 
     `status` is the HTTP status, `message` says what is wrong and what to do next, `fields` are members
-    to add to the error object (for example `param`, `reason`, `log`), `retry_after` whole seconds for the header of
-    that name.
+    to add to the error object (for example `param`, `reason`, `log`), `retry_after` whole seconds for the
+    header of that name.
     Not frozen: Python writes a raised exception's traceback into it.
     """
 

@@ -182,7 +182,8 @@ async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -
         await gateway.ready()
         await load(leader, instance)
         async with client.stream("POST", "/v1/completions", json={"model": "a"}) as answer:
-            await anext(answer.aiter_bytes())
+            parts = answer.aiter_bytes()
+            await anext(parts)
             gateway.process.send_signal(signal.SIGTERM)
             await until(lambda: refuses(gateway.port), "the port to be closed")
             gateway.process.send_signal(signal.SIGINT)
