@@ -197,7 +197,7 @@ class FakeAdmission:
         self.refusal: ApiError | None = None
         self.held: asyncio.Event | None = None
         self.waiting = asyncio.Event()
-        self.given_back = 0
+        self.given_back = asyncio.Event()
 
     async def acquire(self, model: str, kind: UseKind, request_id: str) -> FakeClaim:
         """Grant the next address."""
@@ -209,7 +209,7 @@ class FakeAdmission:
             try:
                 await self.held.wait()
             except asyncio.CancelledError:
-                self.given_back += 1
+                self.given_back.set()
                 raise
         return self._grant()
 
@@ -254,7 +254,7 @@ def proxy_for(*addresses: str, autoload: bool = True, **more: Any) -> Setting:
 class Call:
     """One ASGI call driven by hand: what the client sends, when it leaves, what it gets.
 
-    `spec` "2.4" makes `send` raise OSError after the client left, "2.3" makes it do nothing. `take`, once made,
+    `spec` "2.4" makes `send` raise OSError after the client left, "2.3" makes it do nothing. `take`, if made,
     holds every body message back until it is set.
     """
 

@@ -1,0 +1,348 @@
+"""One proxied request through the byte path, driven by hand: models, headers, bodies, failures."""
+
+import json
+from pathlib import Path
+
+import pytest
+from byte_path_kit import (
+    OK,
+    SSE_HEAD,
+    Call,
+    FakeModel,
+    Script,
+    Visit,
+    answering,
+    chunk,
+    instance,
+    proxy_for,
+)
+
+from llamastead.gateway.body import MEMORY_BYTES
+from llamastead.gateway.proxy import AnswerCut
+from llamastead.shared.errors import ApiError
+from llamastead.shared.words import UseKind
+
+JSON = (b"content-type", b"application/json")
+
+
+@pytest.fixture
+def path(short_tmp: Path) -> Path:
+    """Where the instance listens."""
+    return short_tmp / "e.sock"
+
+
+async def test_request_and_answer_pass_unchanged_but_for_what_is_ours(path: Path) -> None:
+    """One POST: as sent but for hop-by-hop headers and the client's key; ours are added to the answer."""
+    body = b'{ "model" :"n",\t"messages":[] }  '
+    answer = OK.replace(
+        b"Content-Type",
+        b"Server: llama.cpp\r\nX-Llamastead-Path: forged\r\nKeep-Alive: timeout=5\r\nContent-Type",
+    )
+    async with instance(path, answering(answer)) as made:
+        setting = proxy_for(made.address)
+        call = await Call(
+            setting.proxy,
+            target="/v1/chat/completions?a=b&model=cold",
+            body=body,
+            headers=[
+                (b"host", b"gateway"),
+                (b"authorization", b"Bearer client-key"),
+                (b"x-api-key", b"client-key"),
+                (b"connection", b"keep-alive, X-Private"),
+                (b"x-private", b"1"),
+                (b"te", b"trailers"),
+                (b"accept", b"text/event-stream"),
+                (b"x-request-id", b"forged"),
+                (b"expect", b"100-continue"),
+                (b"x-conversation-id", b"c1"),
+                JSON,
+            ],
+        ).done()
+        received = made.received[0]
+        assert received.line == b"POST /v1/chat/completions?a=b&model=cold HTTP/1.1"
+        assert received.body == body
+        assert sorted(received.headers) == sorted(
+            [
+                (b"host", b"gateway"),
+                (b"accept", b"text/event-stream"),
+                (b"x-conversation-id", b"c1"),
+                JSON,
+                (b"content-length", b"%d" % len(body)),
+                (b"authorization", b"Bearer instance-key"),
+                (b"x-request-id", b"req-1"),
+            ]
+        )
+        assert (call.status, call.body, call.complete) == (200, b"ok", True)
+        assert call.headers == [
+            (b"server", b"llama.cpp"),
+            JSON,
+            (b"content-length", b"2"),
+            (b"x-request-id", b"req-1"),
+            (b"x-llamastead-path", b"hot"),
+            (b"x-llamastead-wait-ms", b"0"),
+            (b"x-llamastead-load-ms", b"0"),
+            (b"x-llamastead-instance", b"host-1-0"),
+        ]
+        assert setting.admission.asked == [("m", UseKind.INFERENCE, "req-1")]
+        assert setting.admission.open_claims == 0
+        await setting.pools.close()
+
+
+async def test_c24_a_read_is_no_use_and_needs_no_body(path: Path) -> None:
+    """GET and HEAD on a loaded model: sent without body or length, counted as a read."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        got = await Call(setting.proxy, "GET", "/slots?model=m", b"").done()
+        head = await Call(setting.proxy, "HEAD", "/slots?model=m", b"").done()
+        assert [request.line[:4] for request in made.received] == [b"GET ", b"HEAD"]
+        assert all(not request.header(b"content-length") for request in made.received)
+        assert (got.body, head.body, head.header(b"content-length")) == (b"ok", b"", [b"2"])
+        assert {kind for _, kind, _ in setting.admission.asked} == {UseKind.READ}
+        await setting.pools.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "asked"),
+    [
+        ("/completion", b'{"model":"m"}', "m"),
+        ("/completion?model=cold", b'{"model":"m"}', "m"),
+        ("/completion?model=m", b'{"prompt":""}', "m"),
+        ("/completion?model=m", b'{"model":null}', "m"),
+        ("/lora-adapters?model=m", b"[]", "m"),
+        ("/completion?model=m", b"", "m"),
+        ("/completion", b'{"model":"cold"}', "cold"),
+        ("/completion", b'{"model":"late"}', "late"),
+    ],
+)
+async def test_the_model_is_taken_from_the_body_then_from_the_query(
+    path: Path, target: str, body: bytes, asked: str
+) -> None:
+    """Names in body and query: the body's wins; one that only Redis knows is found on the second look."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        setting.catalog.later["late"] = FakeModel("late")
+        await Call(setting.proxy, "POST", target, body).done()
+        assert setting.admission.asked[0][0] == asked
+        await setting.pools.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body", "status", "message"),
+    [
+        ("POST", "/completion", b"{}", 400, "model name is missing from the request"),
+        ("POST", "/completion", b"", 400, "model name is missing from the request"),
+        ("POST", "/completion", b'{"model":""}', 400, "model name is missing from the request"),
+        ("GET", "/slots", b"", 400, "model name is missing from the request"),
+        ("POST", "/completion", b'{"model":5.50}', 400, "`model` must be a string, not 5.50"),
+        ("POST", "/completion?model=m", b'{"model":["m"]}', 400, "`model` must be a string, not an array"),
+        ("POST", "/completion", b'{"model":"m"', 400, "not valid JSON: line 1, column 13"),
+        ("POST", "/completion", b"model=m", 400, "not valid JSON: line 1, column 1"),
+        ("POST", "/completion", b'{"model":"\\ud800"}', 400, "model '\\ud800' not found"),
+        ("GET", "/slots?model=cold", b"", 400, "model is not loaded"),
+        ("POST", "/completion?autoload=false", b'{"model":"cold"}', 400, "model is not loaded"),
+    ],
+)
+async def test_r9_what_cant_be_placed_is_refused_before_anything_is_counted(
+    method: str, target: str, body: bytes, status: int, message: str
+) -> None:
+    """Requests without a usable model: the refusal says what and where, and nothing was claimed."""
+    setting = proxy_for("unix:/nowhere")
+    with pytest.raises(ApiError) as refused:
+        await Call(setting.proxy, method, target, body).done()
+    assert (refused.value.status, setting.admission.asked) == (status, [])
+    assert message in refused.value.message
+
+
+@pytest.mark.parametrize("name", ["M", " m", "m ", "m\\u0000", "gpt-4", "ｍ"])
+@pytest.mark.parametrize("target", ["/v1/chat/completions", "/v1/embeddings", "/tokenize"])
+async def test_c147_an_unknown_name_is_refused_as_it_was_written(name: str, target: str) -> None:
+    """Names that differ in case or space: refused with the exact name, Redis asked once, nothing loaded."""
+    setting = proxy_for("unix:/nowhere")
+    body = f'{{"model":"{name}"}}'.encode()
+    with pytest.raises(ApiError) as refused:
+        await Call(setting.proxy, target=target, body=body).done()
+    written = json.loads(body)["model"]
+    assert (refused.value.status, refused.value.message) == (400, f"model '{written}' not found")
+    assert (setting.catalog.looked, setting.admission.asked) == ([written], [])
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "autoload", "loads"),
+    [
+        ("POST", "/completion?model=cold", True, True),
+        ("POST", "/completion?model=cold", False, False),
+        ("POST", "/completion?model=cold&autoload=true", False, True),
+        ("POST", "/completion?model=cold&autoload=0", True, False),
+        ("GET", "/slots?model=cold", True, False),
+        ("GET", "/slots?model=cold&autoload=1", True, True),
+    ],
+)
+async def test_who_may_load(path: Path, method: str, target: str, autoload: bool, loads: bool) -> None:
+    """A model that isn't loaded: POST follows the setting, GET loads only when told to, the query wins."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address, autoload=autoload)
+        call = Call(setting.proxy, method, target, b"")
+        if loads:
+            assert (await call.done()).status == 200
+        else:
+            with pytest.raises(ApiError, match="model is not loaded"):
+                await call.done()
+        await setting.pools.close()
+
+
+async def test_a_form_passes_byte_for_byte(path: Path) -> None:
+    """An upload with the model behind the file: found there, and the body arrives unchanged."""
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+        + bytes(range(256)) * 999
+    ) + b'\r\n--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+    pieces = [body[at : at + 65536] for at in range(0, len(body), 65536)]
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        await Call(
+            setting.proxy,
+            target="/v1/audio/transcriptions",
+            body=pieces,
+            headers=[(b"content-type", b"multipart/form-data; boundary=b")],
+        ).done()
+        assert made.received[0].body == body
+        await setting.pools.close()
+
+
+async def test_c142_a_chunked_body_gets_a_length(path: Path) -> None:
+    """A request whose length nobody announced: sent on with one, and without Transfer-Encoding."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        pieces = [b'{"model":', b'"m"', b"}"]
+        await Call(setting.proxy, body=pieces, headers=[JSON, (b"transfer-encoding", b"chunked")]).done()
+        received = made.received[0]
+        assert received.header(b"content-length") == [b"13"]
+        assert received.header(b"transfer-encoding") == []
+        assert received.body == b"".join(pieces)
+        await setting.pools.close()
+
+
+async def test_c144_too_large_a_body_is_413_and_nothing_is_forwarded() -> None:
+    """One byte over the limit: refused, nothing claimed."""
+    setting = proxy_for("unix:/nowhere", max_body=12)
+    with pytest.raises(ApiError) as refused:
+        await Call(setting.proxy).done()
+    assert (refused.value.status, setting.admission.asked) == (413, [])
+
+
+async def test_events_get_their_headers_once_and_come_as_they_are(path: Path) -> None:
+    """An event stream in odd pieces: bytes unchanged, no buffering and no caching said once each."""
+    events = [b"data: 1\n", b"\ndata: 2\n\n", b": ping\n\n", b"data: [DONE]\n\n"]
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(SSE_HEAD)
+        for event in events:
+            await visit.send(chunk(event))
+        await visit.send(chunk(b""))
+
+    async with instance(path, script) as made:
+        setting = proxy_for(made.address)
+        call = await Call(setting.proxy).done()
+        assert call.body == b"".join(events)
+        assert call.header(b"cache-control") == [b"no-cache"]
+        assert call.header(b"x-accel-buffering") == [b"no"]
+        assert call.header(b"transfer-encoding") == []
+        assert call.complete
+
+
+def breaking(*pieces: bytes) -> Script:
+    """A script that sends these pieces and then closes."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        for piece in pieces:
+            await visit.send(piece)
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("last", "between"),
+    [(b"data: 1\n\n", b""), (b'data: {"choi', b"\n\n"), (b"data: 1\n", b"\n\n"), (b"", b"")],
+)
+async def test_c130_a_stream_that_breaks_ends_in_an_error_event_and_no_clean_end(
+    path: Path, last: bytes, between: bytes
+) -> None:
+    """The instance dies between events or in one: an error event of its own, then the cut."""
+    pieces = [SSE_HEAD] + ([chunk(last)] if last else [])
+    async with instance(path, breaking(*pieces)) as made:
+        setting = proxy_for(made.address)
+        call = Call(setting.proxy)
+        with pytest.raises(AnswerCut):
+            await call.done()
+        assert not call.complete
+        assert call.body.startswith(last + between + b"data: ")
+        error = json.loads(call.body.removeprefix(last + between + b"data: ").decode())["error"]
+        assert error["code"] == 502
+        assert call.body.endswith(b"\n\n")
+        assert b"[DONE]" not in call.body
+        assert setting.admission.open_claims == 0
+
+
+async def test_c130_an_answer_that_breaks_is_cut(path: Path) -> None:
+    """The instance dies inside a JSON answer: what came is passed on, without the end of a whole one."""
+    async with instance(path, breaking(OK[:-1])) as made:
+        setting = proxy_for(made.address)
+        call = Call(setting.proxy)
+        with pytest.raises(AnswerCut):
+            await call.done()
+        assert (call.body, call.complete) == (b"o", False)
+        assert setting.admission.open_claims == 0
+
+
+async def test_an_instance_that_dies_before_its_answer_is_502(path: Path) -> None:
+    """No byte of an answer on a fresh connection: 502 in JSON, asked once, nothing left counted."""
+    async with instance(path, breaking()) as made:
+        setting = proxy_for(made.address)
+        with pytest.raises(ApiError) as refused:
+            await Call(setting.proxy).done()
+        assert refused.value.status == 502
+        assert (len(made.received), setting.admission.open_claims) == (1, 0)
+
+
+@pytest.mark.parametrize("size", [0, 2 * MEMORY_BYTES])
+async def test_an_address_that_refuses_is_traded_and_the_body_goes_out_whole(path: Path, size: int) -> None:
+    """Two dead addresses, then a live one: the body arrives there, large or small, and no claim stays."""
+    body = b'{"model":"m","x":"' + b"y" * size + b'"}'
+    async with instance(path, answering()) as made:
+        setting = proxy_for("unix:/nowhere/1", "unix:/nowhere/2", made.address)
+        call = await Call(setting.proxy, body=[body[:10], body[10:]]).done()
+        assert made.received[0].body == body
+        assert call.header(b"x-llamastead-instance") == [b"host-1-2"]
+        assert (len(setting.admission.claims), setting.admission.open_claims) == (3, 0)
+        assert list(setting.pools.counts()) == ["host-1-2"]
+        await setting.pools.close()
+
+
+async def test_addresses_that_all_refuse_end_in_503() -> None:
+    """Nothing but dead addresses: 503 after a few tries, no claim stays."""
+    setting = proxy_for("unix:/nowhere")
+    with pytest.raises(ApiError) as refused:
+        await Call(setting.proxy).done()
+    assert (refused.value.status, refused.value.retry_after) == (503, 1)
+    assert setting.admission.open_claims == 0
+
+
+async def test_r9_a_refusal_of_admission_reaches_the_client(path: Path) -> None:
+    """Admission refuses: its error as it is, no connection made."""
+    setting = proxy_for(f"unix:{path}")
+    setting.admission.refusal = ApiError(429, "queue is full", retry_after=3)
+    with pytest.raises(ApiError, match="queue is full"):
+        await Call(setting.proxy).done()
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+async def test_c153_no_framing_header_where_no_body_is(path: Path, status: bytes) -> None:
+    """204 and 304 with a length of the instance's: the client gets none."""
+    async with instance(path, answering(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")) as made:
+        setting = proxy_for(made.address)
+        call = await Call(setting.proxy).done()
+        assert (call.status, call.body, call.complete) == (int(status[:3]), b"", True)
+        assert call.header(b"content-length") == []
+        await setting.pools.close()

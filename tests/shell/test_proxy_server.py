@@ -1,0 +1,360 @@
+"""The byte path under a real uvicorn, spoken to over raw sockets."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from byte_path_kit import OK, SSE_HEAD, Received, Setting, Visit, answering, chunk, instance, proxy_for
+
+from llamastead.gateway.answers import send_error
+from llamastead.gateway.edge import EdgeProtocol
+from llamastead.gateway.routes import Router
+from llamastead.shared.errors import ApiError
+
+BODY = b'{"model":"m"}'
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+@dataclass
+class Client:
+    """One raw client connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        """Write."""
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self) -> Received:
+        """Read one answer by its framing. Raises IncompleteReadError when it is cut."""
+        async with asyncio.timeout(5):
+            head = (await self.reader.readuntil(b"\r\n\r\n"))[:-4].split(b"\r\n")
+            headers = [
+                (name.lower(), value) for name, _, value in (line.partition(b": ") for line in head[1:])
+            ]
+            fields = dict(headers)
+            body = b""
+            if fields.get(b"transfer-encoding") == b"chunked":
+                while size := int(await self.reader.readuntil(b"\r\n"), 16):
+                    body += await self.reader.readexactly(size)
+                    await self.reader.readexactly(2)
+                await self.reader.readexactly(2)
+            else:
+                body = await self.reader.readexactly(int(fields.get(b"content-length", b"0")))
+            return Received(head[0], headers, body)
+
+    async def rest(self) -> bytes:
+        """Read until the server closes."""
+        async with asyncio.timeout(5):
+            return await self.reader.read(-1)
+
+    def reset(self) -> None:
+        """Close with a reset."""
+        self.writer.transport.abort()
+
+
+@dataclass
+class Gateway:
+    """A served proxy."""
+
+    setting: Setting
+    port: int
+    clients: list[Client]
+
+    async def client(self) -> Client:
+        """Connect."""
+        self.clients.append(Client(*await asyncio.open_connection("127.0.0.1", self.port)))
+        return self.clients[-1]
+
+
+@asynccontextmanager
+async def gateway(setting: Setting) -> AsyncIterator[Gateway]:
+    """Serve a proxy, with the edge that answers its refusals, on a loopback port."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found = Router().find(scope["method"], scope["path"])
+        assert found is not None
+        scope["state"] = {"request_id": "req-1", "route": found[0]}
+        try:
+            await setting.proxy(scope, receive, send)
+        except ApiError as refusal:
+            await send_error(send, refusal, "req-1")
+
+    config = uvicorn.Config(
+        app, http=EdgeProtocol, ws="none", lifespan="off", log_config=None, server_header=False
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        made = Gateway(setting, listener.getsockname()[1], [])
+        try:
+            yield made
+        finally:
+            for client in made.clients:
+                client.writer.close()
+            server.should_exit = True
+            await serving
+            await setting.pools.close()
+
+
+@pytest.fixture
+def path(short_tmp: Path) -> Path:
+    """Where the instance listens."""
+    return short_tmp / "e.sock"
+
+
+def post(body: bytes = BODY, *headers: bytes) -> bytes:
+    """Build a request."""
+    lines = [b"POST /completion HTTP/1.1", b"Host: g", *headers, b"Content-Length: %d" % len(body)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+async def test_a_connection_serves_request_after_request(path: Path) -> None:
+    """Keep-alive, then pipelined requests, then Connection: close: all answered in order, then closed."""
+
+    async def script(visit: Visit) -> None:
+        while True:
+            body = (await visit.request()).body
+            await visit.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    bodies = [b'{"model":"m","n":%d}' % number for number in range(6)]
+    async with instance(path, script) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        for body in bodies[:2]:
+            await client.send(post(body))
+            assert (await client.answer()).body == body
+        await client.send(
+            b"".join(post(body) for body in bodies[2:5]) + post(bodies[5], b"Connection: close")
+        )
+        assert [(await client.answer()).body for _ in range(4)] == bodies[2:]
+        assert await client.rest() == b""
+        assert served.setting.admission.open_claims == 0
+
+
+async def test_c142_expectation_and_chunks(path: Path) -> None:
+    """A chunked body behind Expect: 100-continue: told to go on, then forwarded with a length."""
+    async with instance(path, answering()) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        await client.send(
+            b"POST /completion HTTP/1.1\r\nHost: g\r\nExpect: 100-continue\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
+        assert (await client.answer()).line == b"HTTP/1.1 100 Continue"
+        await client.send(chunk(BODY[:5]) + chunk(BODY[5:]) + chunk(b""))
+        assert (await client.answer()).body == b"ok"
+        assert made.received[0].body == BODY
+        assert made.received[0].header(b"content-length") == [b"%d" % len(BODY)]
+
+
+async def test_c142_both_framings_are_400(path: Path) -> None:
+    """Content-Length and Transfer-Encoding in one request: 400, nothing claimed."""
+    async with gateway(proxy_for(f"unix:{path}")) as served:
+        client = await served.client()
+        await client.send(post(BODY, b"Transfer-Encoding: chunked"))
+        assert (await client.answer()).line == b"HTTP/1.1 400 Bad Request"
+        assert served.setting.admission.asked == []
+
+
+async def test_c144_too_large_a_body_is_refused_before_it_is_sent(path: Path) -> None:
+    """An announced size above the limit behind Expect: 413 in place of 100."""
+    async with gateway(proxy_for(f"unix:{path}", max_body=1000)) as served:
+        client = await served.client()
+        await client.send(
+            b"POST /completion HTTP/1.1\r\nHost: g\r\nExpect: 100-continue\r\nContent-Length: 1001\r\n\r\n"
+        )
+        assert b"413" in (await client.answer()).line
+
+
+@pytest.mark.parametrize("name", ["chunked", "length", "head", "204", "304"])
+async def test_c153_one_framing_header_at_most(path: Path, name: str) -> None:
+    """Answers in each framing, as raw bytes: one framing header that fits the body, none on 204 and 304."""
+    raw, expected, framing = {
+        "chunked": (SSE_HEAD + chunk(b"data: 1\n\n") + chunk(b""), b"data: 1\n\n", [b"transfer-encoding"]),
+        "length": (OK, b"ok", [b"content-length"]),
+        "head": (OK, b"", [b"content-length"]),
+        "204": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", []),
+        "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", b"", []),
+    }[name]
+    async with instance(path, answering(raw)) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        if name == "head":
+            await client.send(b"HEAD /slots?model=m HTTP/1.1\r\nHost: g\r\n\r\n")
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert b"content-length: 2\r\n" in head.lower()
+        else:
+            await client.send(post())
+            answer = await client.answer()
+            assert answer.body == expected
+            names = [key for key, _ in answer.headers if key in (b"content-length", b"transfer-encoding")]
+            assert names == framing
+        await client.send(post(BODY, b"Connection: close"))
+        assert (await client.answer()).line.startswith(b"HTTP/1.1 ")
+        await client.rest()
+
+
+@pytest.mark.parametrize("how", ["closes", "half-closes", "resets"])
+@pytest.mark.parametrize("phase", ["waiting", "silent", "streaming"])
+async def test_c28_c30_a_client_that_goes_is_noticed_in_every_phase(path: Path, how: str, phase: str) -> None:
+    """Close, half close and reset, in each phase: the instance's connection closes and the claim is back."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        if phase == "streaming":
+            await visit.send(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await visit.gone()
+
+    setting = proxy_for(f"unix:{path}")
+    if phase == "waiting":
+        setting.admission.held = asyncio.Event()
+    async with instance(path, script) as made, gateway(setting) as served:
+        client = await served.client()
+        await client.send(post())
+        if phase == "waiting":
+            await setting.admission.waiting.wait()
+        elif phase == "silent":
+            await made.arrived.wait()
+        else:
+            await client.reader.readuntil(b"data: 1")
+        match how:
+            case "closes":
+                client.writer.close()
+            case "half-closes":
+                client.writer.write_eof()
+            case "resets":
+                client.reset()
+        async with asyncio.timeout(1):
+            if phase == "waiting":
+                await setting.admission.given_back.wait()
+            else:
+                await made.all_closed()
+        assert setting.admission.open_claims == 0
+
+
+async def test_a_client_with_a_request_in_its_pipeline_is_noticed_too(path: Path) -> None:
+    """Two pipelined requests, the first unanswered; then the client goes: the first one ends."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.gone()
+
+    async with instance(path, script) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        await client.send(post() + post())
+        await made.arrived.wait()
+        client.writer.close()
+        async with asyncio.timeout(1):
+            await made.all_closed()
+        assert len(made.received) == 1
+
+
+async def test_c31_resets_right_after_the_head_leak_nothing(path: Path) -> None:
+    """Two hundred resets between head and body, then twenty normal requests: served, nothing left over."""
+    endless = True
+
+    async def script(visit: Visit) -> None:
+        while True:
+            await visit.request()
+            if not endless:
+                await visit.send(OK)
+                continue
+            await visit.send(SSE_HEAD)
+            await visit.gone()
+
+    async with instance(path, script) as made, gateway(proxy_for(made.address)) as served:
+        for _ in range(10):
+            clients = [await served.client() for _ in range(20)]
+            for client in clients:
+                await client.send(post())
+            for client in clients:
+                await client.reader.readuntil(b"\r\n\r\n")
+                client.reset()
+        await made.all_closed()
+        assert served.setting.admission.open_claims == 0
+        endless = False
+        for _ in range(20):
+            client = await served.client()
+            await client.send(post())
+            assert (await client.answer()).body == b"ok"
+
+
+@pytest.mark.parametrize("kind", ["events", "json"])
+async def test_c130_a_broken_answer_ends_without_a_clean_end_or_a_trace(
+    path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The instance dies mid-answer: an error event and no last chunk, or too few bytes; one warning."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(SSE_HEAD + chunk(b"data: 1\n\n") if kind == "events" else OK[:-1])
+
+    async with instance(path, script) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        await client.send(post())
+        raw = await client.rest()
+        if kind == "events":
+            assert b'data: {"error": {"code": 502' in raw
+            assert b"0\r\n\r\n" not in raw
+        else:
+            assert raw.endswith(b"\r\n\r\no")
+        problems = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert [(record.name, record.exc_info) for record in problems] == [("llamastead.gateway.proxy", None)]
+        assert served.setting.admission.open_claims == 0
+
+
+async def test_a_slow_client_holds_back_the_instance(path: Path) -> None:
+    """An endless answer to a client that doesn't read: the instance is held back after bounded bytes."""
+    sent = 0
+    stalled = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        nonlocal sent
+        await visit.request()
+        await visit.send(SSE_HEAD)
+        piece = chunk(b"x" * 65536)
+        while True:
+            visit.writer.write(piece)
+            try:
+                async with asyncio.timeout(1):
+                    await visit.writer.drain()
+            except TimeoutError:
+                stalled.set()
+                await visit.gone()
+                return
+            sent += len(piece)
+
+    async with instance(path, script) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        await client.send(post())
+        async with asyncio.timeout(20):
+            await stalled.wait()
+        assert sent < 32 << 20
+        client.reset()
+        await made.all_closed()
+
+
+async def test_a_large_upload_passes_whole(path: Path) -> None:
+    """Twenty MiB with the model at the end: spooled, forwarded, answered."""
+    body = b'{"image":"' + b"A" * (20 << 20) + b'","model":"m"}'
+    async with instance(path, answering()) as made, gateway(proxy_for(made.address)) as served:
+        client = await served.client()
+        await client.send(post(body))
+        assert (await client.answer()).body == b"ok"
+        assert made.received[0].body == body
