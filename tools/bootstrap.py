@@ -99,7 +99,7 @@ def check_port(port):
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, int(port)))
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, OverflowError) as problem:
         raise NotHereError(
             f"can't listen on port {port} of {host} ({problem}): see who does with "
             f"`ss -ltnp 'sport = :{port}'`, or take another, as in `make up PORT=8081`"

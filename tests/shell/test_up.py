@@ -147,7 +147,7 @@ def test_a_dead_role_comes_back_with_growing_pauses(run: Run) -> None:
 
 
 def test_a_killed_gateway_comes_back_on_the_same_port(run: Run) -> None:
-    """Kill the gateway and connect once it is gone: the address does not refuse, since `up` holds the socket."""
+    """Kill the gateway and connect once it is gone: nothing is refused, since `up` holds the socket."""
     url = run.start().says(r"listening  http://127\.0\.0\.1:(\d+)")
     pid = run.noted("gateway", "start")[0][0]
     os.kill(pid, signal.SIGKILL)
