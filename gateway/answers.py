@@ -23,7 +23,8 @@ async def send_json(
     headers = [(b"content-type", b"application/json; charset=utf-8")]
     if retry_after is not None:
         headers.append((b"retry-after", str(retry_after).encode()))
-    await send_bytes(send, status, json.dumps(answer, ensure_ascii=False).encode(), headers, request_id)
+    body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+    await send_bytes(send, status, body, headers, request_id)
 
 
 async def send_error(send: Send, error: ApiError, request_id: str) -> None:
