@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ PROC = Path("/proc")
 BACKLOG = 2048
 
 
-class CantListen(Exception):
-    """The address can't be listened on; the message is one line that says why, who holds it and what to do."""
+class ListenError(Exception):
+    """The address can't be listened on; the message is one line: why, who holds it, what to do."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens: on a unix socket if `host` ends in `.sock`, else on TCP. Raises CantListen.
+    """Return a listening socket: a unix one if `host` ends in `.sock`, else TCP. Raises ListenError.
 
     A socket file that nobody answers on any more is replaced.
     """
@@ -27,9 +26,9 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as problem:
         where = host if host.endswith(".sock") else f"port {port} on {host}"
         if problem.errno != errno.EADDRINUSE:
-            raise CantListen(f"can't listen on {where}: {problem.strerror or problem}") from None
+            raise ListenError(f"can't listen on {where}: {problem.strerror or problem}") from None
         holder = describe(None if host.endswith(".sock") else holder_of_port(port))
-        raise CantListen(f"{where} is taken by {holder}: stop that one, or give another --port") from None
+        raise ListenError(f"{where} is taken by {holder}: stop that one, or give another --port") from None
 
 
 def holder_of_port(port: int) -> int | None:
@@ -93,7 +92,7 @@ def _remove_if_stale(path: str) -> None:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(path)
+            Path(path).unlink()
 
 
 def _listening_inodes(port: int) -> Iterator[str]:
