@@ -144,6 +144,7 @@ class Herd:
         self.run_dir, self.env = run_dir, dict(env)
         self.roles: dict[str, Role] = {}
         self.ports: list[int] = []
+        self.headers: dict[str, str] = {}  # what clients send unless told otherwise, for example a key
         self.models = run_dir.parent / "models"
         self.models.mkdir(exist_ok=True)
         self.redis_url = self.env.get("LLAMASTEAD_REDIS_URL", f"unix://{run_dir}/redis/valkey.sock")
@@ -194,6 +195,7 @@ class Herd:
     def client(self, gateway: int = 0, **options: Any) -> httpx.AsyncClient:
         """Return an HTTP client for gateway number `gateway`."""
         options.setdefault("timeout", PATIENCE_S)
+        options.setdefault("headers", self.headers)
         return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.ports[gateway]}", **options)
 
     async def status(self, model: str) -> dict[str, Any]:
@@ -297,5 +299,9 @@ async def herd(env: Mapping[str, str] = {}) -> AsyncIterator[Herd]:
         made = Herd(run_dir, env)
         try:
             yield made
+        except BaseException:
+            for role in made.roles.values():
+                print(f"--- the last words of {role.name}:\n{role.output()[-6000:]}")
+            raise
         finally:
             await made.stop()
