@@ -35,7 +35,6 @@ class Child:
     def __init__(self, program: Program, process: subprocess.Popen[bytes]) -> None:
         self.program = program
         self.process = process
-        self.started = time.monotonic()
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     @property
@@ -127,25 +126,36 @@ class Loop:
 
     async def _keep(self, program: Program) -> None:
         pause = BACKOFF_FIRST_S
+        lives = 0
         while not self._stop.is_set():
-            child = Child(program, program.start())
-            self.children[program.name] = child
-            log.debug("started", extra={"child": program.name, "pid": child.pid})
-            code = await child.ended
+            began = time.monotonic()
+            end = await self._live(program)
+            lives += 1
             if self._stop.is_set():
                 return
-            if code == os.EX_CONFIG:
+            if end == str(os.EX_CONFIG) and lives == 1:
+                # Later a broken file must not take down what still serves: it is tried again until mended.
                 log.error("can't work as configured: stopping", extra={"child": program.name})
-                self.exit_code = code
+                self.exit_code = os.EX_CONFIG
                 self.ask_stop()
                 return
-            if time.monotonic() - child.started >= STEADY_S:
+            if time.monotonic() - began >= STEADY_S:
                 pause = BACKOFF_FIRST_S
-            facts = {"child": program.name, "pid": child.pid, "exit": _words(code), "pause_s": pause}
+            facts = {"child": program.name, "exit": end, "pause_s": pause}
             log.warning("ended by itself, starting it again", extra=facts)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause)
             pause = min(pause * 2, BACKOFF_MAX_S)
+
+    async def _live(self, program: Program) -> str:
+        """Start a program, wait for its end and return that in a word."""
+        try:
+            child = Child(program, program.start())
+        except OSError as error:  # no processes or memory left for now
+            return str(error)
+        self.children[program.name] = child
+        log.debug("started", extra={"child": program.name, "pid": child.pid})
+        return _words(await child.ended)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 """A role of `up` that does what the test wants: `fake_role.py ROLE`.
 
 FAKE_JOURNAL names a file that gets a line `role pid event monotonic-seconds` for each thing that happens.
-FAKE_<ROLE> is a JSON object: `exit` ends it at once with that code, `deaf` ignores TERM and INT, `orphan`
-starts a child in a session of its own that ignores TERM. The fake supervisor leads, the fake gateway
-answers 200 to everything.
+FAKE_<ROLE> is a JSON object: `exit` ends it at once with that code (`later`: from its second life on), `deaf`
+ignores TERM and INT, `orphan` starts a child in a session of its own that ignores TERM. The fake supervisor
+leads, the fake gateway answers 200 to everything.
 """
 
 import json
@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 ROLE = sys.argv[1]
 WISHES = json.loads(os.environ.get(f"FAKE_{ROLE.upper()}", "{}"))
@@ -22,6 +23,11 @@ def note(event, pid=None):
     journal = os.open(os.environ["FAKE_JOURNAL"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(journal, line.encode())
     os.close(journal)
+
+
+def lives():
+    lines = Path(os.environ["FAKE_JOURNAL"]).read_text().splitlines()
+    return sum(line.split()[::2] == [ROLE, "start"] for line in lines)
 
 
 def on_stop(number, _):
@@ -61,7 +67,7 @@ def answer():
 
 
 note("start")
-if "exit" in WISHES:
+if "exit" in WISHES and (not WISHES.get("later") or lives() > 1):
     sys.exit(WISHES["exit"])
 signal.signal(signal.SIGTERM, on_stop)
 signal.signal(signal.SIGINT, on_stop)

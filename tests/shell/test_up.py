@@ -187,6 +187,14 @@ def test_a_role_that_can_not_work_as_configured_ends_everything(run: Run) -> Non
     assert run.left_behind() == []
 
 
+def test_a_file_broken_later_takes_nothing_down(run: Run) -> None:
+    """Kill a supervisor whose next lives end with EX_CONFIG: it is tried again, the gateway stays."""
+    run.start(supervisor={"exit": os.EX_CONFIG, "later": True}).says("listening")
+    os.kill(run.noted("supervisor", "start")[0][0], signal.SIGKILL)
+    run.noted("supervisor", "start", 4)
+    assert len(run.noted("gateway", "start")) == 1
+
+
 def test_deaf_children_are_killed_within_the_stop_timeout(run: Run) -> None:
     """Make gateway, worker and supervisor ignore TERM and INT: it ends in time anyway, with nobody left."""
     deaf = {"deaf": True}
