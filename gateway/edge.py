@@ -1,5 +1,6 @@
 """uvicorn's HTTP/1.1 protocol with what the byte path needs of it."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -8,10 +9,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from llamastead.gateway.proxy import AnswerCut
 
 log = logging.getLogger(__name__)
+log.setLevel(logging.INFO)  # an own level spares uvicorn the trace text of every connection
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut))
+    return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut | asyncio.CancelledError))
 
 
 # uvicorn closes the connection of an application that raises, as AnswerCut wants it, but logs a
