@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from looks import listening_tcp_ports
 from tiny import tiny_model
 
 from llamastead.shared.words import EndClass
@@ -84,19 +85,6 @@ def instance(short_tmp: Path) -> Iterator[tuple[InstanceSpec, int]]:
 def client(spec: InstanceSpec) -> httpx.Client:
     """Return a client on the instance's socket, without a key."""
     return httpx.Client(transport=httpx.HTTPTransport(uds=spec.socket), base_url="http://instance")
-
-
-def listening_tcp_ports(pid: int) -> list[int]:
-    """Return the TCP ports on which a process listens, read from /proc."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
-    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
-    rows = [
-        line.split()
-        for kind in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()
-    ]
-    listens = "0A"
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == listens and row[9] in inodes]
 
 
 def test_c96_c97_c156_an_instance_listens_only_on_its_socket_and_wants_its_own_key(instance):
