@@ -616,6 +616,24 @@ def test_a_sleeper_is_woken_through_admission() -> None:
     assert other.of("a").state is S.SLEEPING
 
 
+def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
+    """A sleeps, lacks the bytes to wake and is asked for; B needs a slot: B takes the idle C, not the
+    wanted A.
+    """
+    specs = [spec("a", needs={"g": 4}), spec("d", needs={"g": 4}), "b", "c"]
+    herd = Herd(*specs, models_max=3, capacity={"g": 4})
+    ready(herd, "a", used=1.0)
+    a = herd.of("a").id
+    herd.do(ev.FellAsleep(a), at=5.0)
+    herd.do(ev.Slept(a))
+    ready(herd, "d", at=6.0, used=6.0)
+    ready(herd, "c", at=7.0, used=7.0)
+    herd.lease("d", 1)
+    assert herd.ask("a", at=20.0) == ()
+    assert herd.why("a").startswith("waits for d: 1 in use")
+    assert herd.ask("b", at=21.0)[-1] == act.TryStop(herd.of("c").id, EndClass.EVICTED, "b")
+
+
 def test_sleep_is_refused_while_somebody_holds_the_instance() -> None:
     """The engine fell asleep as a request came: it stays ready for all, and the request wakes it."""
     herd = Herd("a", models_max=1)

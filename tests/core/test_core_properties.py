@@ -98,6 +98,11 @@ class Scheduling(RuleBasedStateMachine):
             self.world.arrive(self.some_model(data))
         self.news()
 
+    @rule(data=st.data())
+    def a_ticket_misses_the_edge(self, data: Any) -> None:
+        self.world.miss_the_edge(self.some_model(data))
+        self.news()
+
     @rule(data=st.data(), all_of_them=st.booleans())
     def clients_leave(self, data: Any, all_of_them: bool) -> None:
         model = self.some_model(data)
