@@ -1,30 +1,29 @@
-"""The few ways in which the gateway answers a request itself, as plain ASGI messages."""
+"""The few ways in which the gateway answers a request itself."""
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
 from llamastead.shared.errors import ApiError
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 BODY_LIMIT = 64 * 1024
+_HTTP: Scope = {"type": "http"}
 
 
 async def send_json(
     send: Send, status: int, answer: Any, request_id: str, retry_after: int | None = None
 ) -> None:
     """Send a JSON answer with the headers that all of ours carry."""
-    headers = [(b"content-type", b"application/json; charset=utf-8")]
+    headers = {"x-request-id": request_id}
     if retry_after is not None:
-        headers.append((b"retry-after", str(retry_after).encode()))
-    body = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
-    await send_bytes(send, status, body, headers, request_id)
+        headers["retry-after"] = str(retry_after)
+    response = JSONResponse(answer, status, headers, media_type="application/json; charset=utf-8")
+    await response(_HTTP, _unread, send)
 
 
 async def send_error(send: Send, error: ApiError, request_id: str) -> None:
@@ -32,13 +31,13 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     await send_json(send, error.status, error.body(), request_id, error.retry_after)
 
 
-async def send_bytes(
-    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]], request_id: str
-) -> None:
-    """Send a whole answer."""
-    framing = [(b"content-length", str(len(body)).encode()), (b"x-request-id", request_id.encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers + framing})
-    await send({"type": "http.response.body", "body": body})
+async def send_text(send: Send, text: str, request_id: str) -> None:
+    """Send a whole answer of plain text."""
+    await Response(text, 200, {"x-request-id": request_id}, "text/plain")(_HTTP, _unread, send)
+
+
+async def _unread() -> Any:
+    raise RuntimeError("a whole answer reads nothing of its request")
 
 
 async def send_stream(
@@ -74,15 +73,14 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(receive: Receive) -> bytes:
+async def read_body(scope: Scope, receive: Receive) -> bytes:
     """Return the body of a small request; ApiError 413 when it is too big, 400 when the client has left."""
     body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ApiError(400, "the client left before its request was complete")
-        body += message.get("body", b"")
-        if len(body) > BODY_LIMIT:
-            raise ApiError(413, f"the body of this request may have {BODY_LIMIT} bytes")
-        if not message.get("more_body"):
-            return bytes(body)
+    try:
+        async for chunk in Request(scope, receive).stream():
+            body += chunk
+            if len(body) > BODY_LIMIT:
+                raise ApiError(413, f"the body of this request may have {BODY_LIMIT} bytes")
+    except ClientDisconnect:
+        raise ApiError(400, "the client left before its request was complete") from None
+    return bytes(body)

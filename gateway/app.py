@@ -4,20 +4,12 @@ import logging
 import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from urllib.parse import parse_qsl
 
 from redis.exceptions import RedisError
+from starlette.datastructures import QueryParams
+from starlette.types import Receive, Scope, Send
 
-from llamastead.gateway.answers import (
-    Receive,
-    Scope,
-    Send,
-    read_body,
-    send_bytes,
-    send_error,
-    send_json,
-    send_stream,
-)
+from llamastead.gateway.answers import read_body, send_error, send_json, send_stream, send_text
 from llamastead.gateway.auth import Keys
 from llamastead.gateway.cors import allow_origin, preflight
 from llamastead.gateway.routes import OPEN_PATHS, Access, Route, Router, Serves
@@ -56,7 +48,7 @@ class App:
         if origin:
             send = allow_origin(send, origin)
         if scope["method"] == "OPTIONS":
-            await preflight(send, request_id)
+            await preflight(scope, receive, send, request_id)
             return
         try:
             await self._serve(scope, receive, send, request_id)
@@ -84,10 +76,10 @@ class App:
         elif route.serves is Serves.LOGS:
             await self._logs(scope, receive, send, rest, request_id)
         else:
-            status, answer = await self._view(route, rest, receive)
+            status, answer = await self._view(route, rest, scope, receive)
             await send_json(send, status, answer, request_id)
 
-    async def _view(self, route: Route, rest: str, receive: Receive) -> tuple[int, object]:
+    async def _view(self, route: Route, rest: str, scope: Scope, receive: Receive) -> tuple[int, object]:
         gateway = self._gateway
         match route.serves:
             case Serves.HEALTH | Serves.LIVE:
@@ -103,9 +95,11 @@ class App:
             case Serves.QUEUE:
                 return 200, await show_queue(gateway.store)
             case Serves.LOAD:
-                return 200, await load_model(gateway.catalog, gateway.commands, await read_body(receive))
+                body = await read_body(scope, receive)
+                return 200, await load_model(gateway.catalog, gateway.commands, body)
             case Serves.UNLOAD:
-                return 200, await unload_model(gateway.catalog, gateway.commands, await read_body(receive))
+                body = await read_body(scope, receive)
+                return 200, await unload_model(gateway.catalog, gateway.commands, body)
             case Serves.DISABLED:
                 return 403, {"error": {"message": "this feature is disabled", "type": "feature_disabled"}}
         raise ApiError(404, "File Not Found")
@@ -116,10 +110,8 @@ class App:
         if model is None:
             raise ApiError(404, f"model '{name}' not found")
         text, offset = await read_tail(gateway.commands, model.name, wanted_lines(query.get("lines")))
-        media_type = "text/plain; charset=utf-8"
         if query.get("follow") not in ("1", "true"):
-            headers = [(b"content-type", media_type.encode())]
-            await send_bytes(send, 200, text.encode(), headers, request_id)
+            await send_text(send, text, request_id)
             return
 
         async def lines() -> AsyncGenerator[bytes]:
@@ -127,7 +119,7 @@ class App:
             async for piece in follow(gateway.commands, model.name, offset, gateway.draining):
                 yield piece.encode()
 
-        await send_stream(receive, send, lines(), media_type, request_id)
+        await send_stream(receive, send, lines(), "text/plain; charset=utf-8", request_id)
 
 
 def _edge_headers(scope: Scope) -> tuple[str, bytes]:
@@ -141,5 +133,5 @@ def _edge_headers(scope: Scope) -> tuple[str, bytes]:
     return request_id or os.urandom(12).hex(), origin
 
 
-def _query(scope: Scope) -> dict[str, str]:
-    return dict(parse_qsl(scope["query_string"].decode("latin-1")))
+def _query(scope: Scope) -> QueryParams:
+    return QueryParams(scope["query_string"])

@@ -3,10 +3,11 @@
 Keys travel in a header that a page must set itself, so an origin gains nothing it does not know already.
 """
 
-from llamastead.gateway.answers import Message, Send, send_bytes
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-ALLOWED_METHODS = b"GET, POST, DELETE, OPTIONS"
-ALLOWED_HEADERS = b"*, Authorization"  # the star does not cover that one
+ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
+ALLOWED_HEADERS = "*, Authorization"  # the star does not cover that one
 ALLOW_ORIGIN = b"access-control-allow-origin"
 
 
@@ -22,10 +23,11 @@ def allow_origin(send: Send, origin: bytes) -> Send:
     return send_with_origin
 
 
-async def preflight(send: Send, request_id: str) -> None:
+async def preflight(scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
     """Answer an OPTIONS request: what a page may send."""
-    headers = [
-        (b"access-control-allow-headers", ALLOWED_HEADERS),
-        (b"access-control-allow-methods", ALLOWED_METHODS),
-    ]
-    await send_bytes(send, 200, b"", headers, request_id)
+    headers = {
+        "access-control-allow-headers": ALLOWED_HEADERS,
+        "access-control-allow-methods": ALLOWED_METHODS,
+        "x-request-id": request_id,
+    }
+    await Response(b"", 200, headers)(scope, receive, send)

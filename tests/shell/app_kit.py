@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 from gateway_kit import ScriptedLeader, until
 from redis.asyncio import Redis
+from starlette.types import Receive, Scope, Send
 
-from llamastead.gateway.answers import Receive, Scope, Send, send_json
+from llamastead.gateway.answers import send_json
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys as ApiKeys
 from llamastead.gateway.runtime import Gateway, open_gateway
