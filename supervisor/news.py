@@ -58,7 +58,8 @@ class News:
                 model = running.model if running else ""
                 for line in lines:
                     engine_log.info(line, extra={"model": model, "instance": instance})
-                self._tell(events.Moved(instance))
+                if running and running.loading:
+                    self._tell(events.Moved(instance))
             case HolderStop(step, processing):
                 facts = {"instance": instance, "step": step, "processing": processing}
                 log.info("instance stopping", extra=facts)
@@ -89,11 +90,12 @@ class News:
             case "loading":
                 value = payload.get("value")
                 if running:
-                    running.progress = payload
+                    running.progress, running.loading = payload, True
                 self._tell(events.Loading(instance, value if isinstance(value, int | float) else None))
             case "ready":
-                if running and payload:
-                    running.meta = payload
+                if running:
+                    running.loading = False
+                    running.meta = payload or running.meta
                 self._tell(events.BecameReady(instance))
             case "sleeping":
                 self._tell(events.FellAsleep(instance))

@@ -14,13 +14,14 @@ class Running:
     """Facts of one instance, kept from its start or adoption until its end.
 
     `meta` is the payload of its first ready, `progress` that of its last loading line; `spawned_at` is
-    monotonic seconds, None for an adopted one.
+    monotonic seconds, None for an adopted one; `loading` lasts until ready, and again while it wakes.
     """
 
     model: str
     address: str
     nonce: str
     pid: int = 0
+    loading: bool = True
     spawned_at: float | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Running:
             view.address or "",
             view.nonce or "",
             view.pid or 0,
+            view.phase in ("starting", "loading"),
             meta=view.ready_payload or {},
         )
 
