@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from redis.exceptions import RedisError
 
 from llamastead.gateway.admission import Admission
+from llamastead.shared.store.connect import explain
 from llamastead.shared.store.errors import StoreError
 from llamastead.shared.store.gateway import GatewayStore
 
@@ -17,9 +18,9 @@ class Heartbeat:
     """Registers this gateway in Redis and renews that."""
 
     def __init__(
-        self, store: GatewayStore, gateway: str, about: Mapping[str, str], interval_s: float
+        self, store: GatewayStore, gateway: str, about: Mapping[str, str], interval_s: float, redis_url: str
     ) -> None:
-        """`about` is shown to operators: pid, host, address."""
+        """`about` is shown to operators: pid, host, address; `redis_url` is named when away."""
         self.reached_redis = False
         self.failing = True
         self.herd_open = False
@@ -27,6 +28,7 @@ class Heartbeat:
         self._gateway = gateway
         self._about = about
         self._interval_s = interval_s
+        self._redis_url = redis_url
         self._beat = 0
         self._one_at_a_time = asyncio.Lock()
 
@@ -55,10 +57,13 @@ class Heartbeat:
                 await self.beat(admission)
             except (RedisError, StoreError, OSError) as problem:
                 if not self.failing or not self.reached_redis:
-                    log.warning("Redis is away: new requests wait", extra={"problem": str(problem)})
+                    log.warning("Redis is away, new requests wait: %s", self._explain(problem))
                 self.failing = True
             else:
                 if self.failing and self.reached_redis:
                     log.info("Redis is back")
                 self.failing, self.reached_redis = False, True
             await asyncio.sleep(self._interval_s)
+
+    def _explain(self, problem: Exception) -> str:
+        return explain(self._redis_url, problem) if isinstance(problem, RedisError) else str(problem)

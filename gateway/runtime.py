@@ -97,7 +97,7 @@ class InstanceKeys:
 
 def _assemble(settings: Settings, store: GatewayStore, gateway_id: str, tasks: asyncio.TaskGroup) -> Gateway:
     about = {"host": settings.host_id, "pid": str(os.getpid()), "address": f"{settings.host}:{settings.port}"}
-    heartbeat = Heartbeat(store, gateway_id, about, settings.heartbeat)
+    heartbeat = Heartbeat(store, gateway_id, about, settings.heartbeat, settings.redis_url)
 
     async def register() -> None:
         await heartbeat.beat(admission)
