@@ -29,7 +29,8 @@ def run(settings: Settings, workers: int) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code; SIGHUP never ends it.
 
     With more than one worker this process only keeps that many children, which all accept on the one socket,
-    and passes signals on. 2: could not begin (said on one line of the log). 1: requests were cut at the end.
+    and passes signals on. 78: a wrong setting (said on one line of the log). 1: requests were cut at the
+    end, or Redis can't be reached.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -37,7 +38,7 @@ def run(settings: Settings, workers: int) -> int:
         settings.inference_keys()
     except (ListenError, SettingsError) as problem:
         log.error(str(problem))
-        return 2
+        return os.EX_CONFIG
     if workers == 1:
         return _serve(settings, listener, alone=settings.listen_fd is None)
     return _Workers(settings, listener, workers).run()
@@ -54,7 +55,7 @@ def _serve(settings: Settings, listener: socket.socket, alone: bool) -> int:
         return uvloop.run(serve(settings, listener, alone))
     except StoreUnreachable as problem:
         log.error(str(problem))
-        return 2
+        return 1
 
 
 class _Workers:

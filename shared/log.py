@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 _PLAIN = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
 _BARE = re.compile(r'[^\s"=]+')
-_QUIET = ("httpx", "httpcore", "asyncio", "rq", "uvicorn.access")
+_QUIET = ("httpx", "httpcore", "asyncio", "rq", "rq.worker", "uvicorn.access")
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:

@@ -240,7 +240,7 @@ async def test_a_taken_port_is_one_clear_line(env: Path) -> None:
         )
         _, said = await process.communicate()
     lines = said.decode().splitlines()
-    assert process.returncode == 2
+    assert process.returncode == os.EX_CONFIG
     assert len(lines) == 1
 
     assert f"port {port} on 127.0.0.1 is taken by pid {os.getpid()}" in lines[0]
