@@ -110,7 +110,7 @@ class Desk:
 async def open_desk(redis: Redis, keys: Keys, settings: Settings, gateway: str = "g1") -> AsyncIterator[Desk]:
     """Run a gateway's admission as long as the context lasts; it is registered when the context begins."""
     store = WatchedStore(redis, keys)
-    heartbeat = Heartbeat(store, gateway, {}, settings.heartbeat)
+    heartbeat = Heartbeat(store, gateway, {}, settings.heartbeat, settings.redis_url)
     commands = Commands(store, gateway, settings.admission_timeout)
     catalog = Catalog(store, settings.reread)
 
