@@ -12,12 +12,13 @@ from llamastead.supervisor.core.reasons import Verdict
 @dataclass(frozen=True)
 class Start:
     """Start an engine for a model, under this new instance id. Answered by Started…, BecameReady or
-    Exited.
+    Exited. `share` (0..1) is how far between its smallest and its largest context the model may go.
     """
 
     instance: str
     model: str
     revision: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,14 @@ class Decide:
     weighed: tuple[Weighed, ...]
 
 
+@dataclass(frozen=True)
+class Discrepancy:
+    """Record that so many bytes of ended processes never showed as free on a device; what it shows counts."""
+
+    device: str
+    amount: int
+
+
 Action = (
     Start
     | Grant
@@ -160,4 +169,5 @@ Action = (
     | Answer
     | Ended
     | Decide
+    | Discrepancy
 )

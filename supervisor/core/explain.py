@@ -57,6 +57,8 @@ _TEXTS = {
     WaitReason.LEAVING: "its model is still on its way out and loads again after that",
     WaitReason.STOP_FAILED: "waits for {names}, which could not be stopped",
     WaitReason.BACK_OFF: "its model failed; the next try is{until}",
+    WaitReason.MEASURING: "waits until its memory is measured{until}",
+    WaitReason.RELEASING: "waits until memory of models that ended shows as free",
     WaitReason.VICTIM: "waits for {names} to stop",
     WaitReason.BUSY: "waits for {names}: {leases} in use",
     WaitReason.RESIDENCE: "waits for {names}, which stays a little after its load{until}",

@@ -61,8 +61,8 @@ class Going:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the entry at hand may plan with. `capacity` is what a device has when everything of ours is
-    gone.
+    """What the entry at hand may plan with. `capacity` is what a device has when everything of ours is gone,
+    `debt` what is held beyond what there is, before anything was promised to an entry.
     """
 
     now: float
@@ -70,6 +70,7 @@ class Snapshot:
     capacity: Amounts
     going: tuple[Going, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    debt: Amounts = field(default_factory=dict)
 
     def with_candidate(self, candidate: Candidate) -> "Snapshot":
         """Return it with an instance in place of what was known of that one."""
@@ -159,7 +160,7 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     never = [c for c in snapshot.candidates if c.spared in _NEVER]
     if _missing(need.amounts, _minus(snapshot.capacity, never)):
         return Hold(_fixed(never), names, reserves=False)
-    if any(snapshot.free[key] < 0 for key in short):
+    if any(snapshot.free[key] < -snapshot.debt.get(key, 0) for key in short):
         return Hold(Wait(WaitReason.BEHIND), names)
     quiet = [c for c in snapshot.candidates if _may_stop(c, need, snapshot.now)]
     chosen = _smallest(sorted(quiet, key=lambda c: c.rank), short, more)
