@@ -170,7 +170,8 @@ def on_became_ready(draft: Draft, instance: Instance, event: ev.BecameReady) -> 
     needs = instance.needs if event.needs is None else event.needs
     ready = draft.change(instance, Change.READY, resting=False, needs=needs)
     if instance.state is not S.READY:
-        ready = draft.set(ready, shown=needs if event.shown is None else event.shown)
+        draft.state = ledger.settle(draft.state, ready, needs if event.shown is None else event.shown)
+        ready = draft.state.instances[ready.id]
     if ready.state is not S.READY or instance.state is S.READY:
         return
     if ready.ready_at is None:
@@ -215,9 +216,7 @@ def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
     reason = asked.reason if asked and asked.reason else event.reason
     ended = draft.change(instance, Change.BROKE if broke else Change.ENDED, ask=None)
     draft.drop_instance(ended)
-    if instance.state not in LOADS:
-        owner = leaving.for_model if leaving else None
-        draft.state = ledger.release(draft.state, instance, owner, draft.now)
+    draft.state = ledger.release(draft.state, instance, draft.now, failed=instance.state in LOADS)
     draft.do(Ended(ended.id, ended.model, ended.state, end_class, reason, event.code, event.log))
     if leaving and leaving.for_model:
         known = trouble.trouble_of(draft.state, leaving.for_model)

@@ -134,10 +134,10 @@ def take_reading(
     return Read(replace(state, devices=devices), missing)
 
 
-def release(state: State, instance: Instance, owner: str | None, now: float) -> State:
+def release(state: State, instance: Instance, now: float, *, failed: bool) -> State:
     """Return the state with an ended instance's bytes awaited on the devices that free them late.
 
-    `owner` is the entry that gets them. The instance itself must be gone from the state.
+    They go to the entry it was sent away for. `failed`: its load failed, so it made no room by ending.
     """
     amounts = {
         name: amount
@@ -146,8 +146,24 @@ def release(state: State, instance: Instance, owner: str | None, now: float) -> 
     }
     if not amounts:
         return state
-    ended = Releasing(instance.model, amounts, now + RELEASE_AWAITED_S, owner)
+    owner = instance.leaving.for_model if instance.leaving else None
+    ended = Releasing(instance.model, amounts, now + RELEASE_AWAITED_S, owner, failed)
     return replace(state, releasing={**state.releasing, instance.id: ended})
+
+
+def settle(state: State, instance: Instance, shown: Amounts) -> State:
+    """Return the state with what an instance's devices are taken to show as used by it from now on.
+
+    The last reading may be from before it used that: until the next one it counts against what it showed.
+    """
+    fresh = {name: amount - instance.shown.get(name, 0) for name, amount in shown.items()}
+    devices = {
+        name: device
+        if device.free is None
+        else replace(device, free=max(0, device.free - max(0, fresh.get(name, 0))))
+        for name, device in state.devices.items()
+    }
+    return replace(state, devices=devices).put(replace(instance, shown=dict(shown)))
 
 
 def fit(needs: Amounts, grows: Amounts, room: Amounts) -> tuple[Amounts, float]:

@@ -50,13 +50,15 @@ class Candidate:
 class Going:
     """An instance that is on its way out; its room belongs to `owner`, or to the first entry that can use it.
 
-    `sure` False: it drains for its owner, and will be ready again if the owner does without it.
+    `sure` False: it drains for its owner, and will be ready again if the owner does without it. `failed`: it
+    is what a failed load leaves behind, not one more that went to make room.
     """
 
     instance: str
     frees: Amounts
     owner: str | None
     sure: bool = True
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,13 +147,13 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     if too_big:
         return Refuse(RefuseReason.TOO_BIG, too_big)
     short = _missing(need.amounts, snapshot.free)
-    others = any(c.spared not in _NEVER for c in snapshot.candidates) or bool(snapshot.going)
+    others = any(c.spared not in _NEVER for c in snapshot.candidates) or _makes_room(snapshot.going)
     more = need.evict_more and others
     if not short and not more:
         return Start()
     takes = _take(snapshot.going, need.model, short, more)
     short = _left(short, takes)
-    more = more and not takes
+    more = more and not _makes_room(takes)
     names = tuple(g.instance for g in takes)
     if not short and not more:
         return MakeRoom(takes=names)
@@ -235,11 +237,15 @@ def _take(going: Sequence[Going], model: str, short: Amounts, more: bool) -> lis
     taken = [g for g in going if g.owner == model]
     for spare in (g for g in going if g.owner is None):
         left = _left(short, taken)
-        if not left and (taken or not more):
+        if not left and (_makes_room(taken) or not more):
             break
-        if not left or any(spare.frees.get(k, 0) for k in left):
+        if (not left and not spare.failed) or any(spare.frees.get(k, 0) for k in left):
             taken.append(spare)
     return taken
+
+
+def _makes_room(going: Iterable[Going]) -> bool:
+    return any(not g.failed for g in going)
 
 
 def _smallest(ordered: Sequence[Candidate], short: Amounts, more: bool) -> tuple[Candidate, ...] | None:

@@ -85,7 +85,7 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
         free[SLOT] = state.policy.models_max - len(state.instances)
     candidates = []
     going = [
-        Going(name, ended.amounts, ended.owner if ended.owner in hungry else None)
+        Going(name, ended.amounts, ended.owner if ended.owner in hungry else None, failed=ended.failed)
         for name, ended in sorted(state.releasing.items())
     ]
     for _, instance in sorted(state.instances.items()):

@@ -46,12 +46,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Releasing:
-    """Bytes of an ended instance that do not show as free yet: for `owner`, awaited `until` then."""
+    """Bytes of an ended instance that do not show as free yet: for `owner`, awaited `until` then; `failed`:
+    it ended while it loaded, and nobody sent it away.
+    """
 
     model: str
     amounts: Mapping[str, int]
     until: float
     owner: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
