@@ -1,12 +1,12 @@
 """What a model takes per device, as llama-server's own log lines tell it at verbosity 4.
 
-All figures are bytes. The engine rounds its table down to whole MiB; here each part is rounded up again, so that
-a sum never comes out too small.
+All figures are bytes. The engine rounds its table down to whole MiB; here each part is rounded up again, so
+that a sum never comes out too small.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from llamastead.shared.devices.device import HOST
@@ -15,12 +15,13 @@ MIB = 1 << 20
 PROCESS_OVERHEAD = 64 * MIB
 """What an engine's process needs on the host beside its buffers: libraries, vocabulary, HTTP server."""
 
-_PREFIX = r"^(?:\S+ [A-Z] )?\s*"
 _ROW = re.compile(r"memory_breakdown_print: \|\s+- (?P<name>[^\s|(]+)[^|]*\|(?P<figures>[^|]*)\|")
 _HEAD = re.compile(r"memory_breakdown_print: \| memory breakdown")
 _PARTS = re.compile(r"(\d+)\s*=\s*(\d+)\s*\+\s*(\d+)\s*\+\s*(\d+)")
-_BUFFER = re.compile(_PREFIX + r"(?P<by>\w+):\s+(?P<name>\S+)\s+(?P<kind>model|KV|RS|compute|output) buffer size =\s+"
-                     r"(?P<mib>[\d.]+) MiB")  # fmt: skip
+_BUFFER = re.compile(
+    r"^(?:\S+ [A-Z] )?\s*(?P<by>\w+):\s+(?P<name>\S+)\s+(?P<kind>model|KV|RS|compute|output)"
+    r" buffer size =\s+(?P<mib>[\d.]+) MiB"
+)
 _PROJECTOR = re.compile(r"worst-case memory usage of mmproj is ([\d.]+) MiB")
 _NEW_LOAD = re.compile(r"load_model: loading model '")
 _MAIN_TABLE = re.compile(r"device memory data for initial parameters")
@@ -79,8 +80,8 @@ def from_json(value: Mapping[str, Mapping[str, Any]]) -> dict[str, Parts]:
 class Breakdown:
     """Reads the tables that `-fit on` prints before anything is loaded: the model's, and a draft's.
 
-    The model's is the first one for its initial parameters: later ones are what fitting tries. A draft's comes
-    before that, or where the engine says that it looks at an extra model.
+    The model's is the first one for its initial parameters: later ones are what fitting tries. A draft's
+    comes before that, or where the engine says that it looks at an extra model.
     """
 
     def __init__(self) -> None:

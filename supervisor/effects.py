@@ -40,7 +40,7 @@ class Effects:
         self,
         store: LeaderStore,
         holders: Holders,
-        build: Callable[[str, str, str], InstanceSpec],
+        build: Callable[[str, str, str, float], InstanceSpec],
         answer: Answerer,
         tell: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -102,11 +102,15 @@ class Effects:
                 candidates = {w.instance: f"{w.model}: {w.verdict}" for w in weighed}
                 log.info("made room", extra={"model": model, "candidates": candidates})
                 await self._store.emit("decision", {"model": model, "candidates": json.dumps(candidates)})
+            case actions.Discrepancy(device, amount):
+                facts = {"device": device, "mib": amount >> 20}
+                log.warning("memory of ended models never showed as free; what is shown counts", extra=facts)
+                await self._store.emit("discrepancy", {"device": device, "bytes": amount})
         return []
 
     async def _start(self, action: actions.Start) -> list[Event]:
         try:
-            spec = self._build(action.instance, action.model, secrets.token_hex(16))
+            spec = self._build(action.instance, action.model, secrets.token_hex(16), action.share)
         except LaunchError as error:
             await self._put(
                 action.instance, InstanceState.STARTING, action.model, {"revision": action.revision}

@@ -96,11 +96,15 @@ def build_spec(
     herd_secret: bytes,
     settings: LaunchSettings,
     environ: Mapping[str, str],
+    *,
+    context: int | None = None,
+    cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> InstanceSpec:
     """Return how to start `entry` as `instance`. Nothing is touched on disk.
 
-    `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment. Raises
-    LaunchError for a model without a model, an option that this engine lacks, a socket path that is too long.
+    `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment; `context`
+    is what memory allows where the entry leaves that open; `cache_ram_mib` is for entries that say nothing.
+    Raises LaunchError for a model without a model, an option that this engine lacks, a socket path that is too long.
     """
     folder = run_dir / "i" / instance
     socket = str(folder / "e.sock")
@@ -110,7 +114,10 @@ def build_spec(
         raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
     if unknown := [name for name in entry.options if name not in engine.options]:
         raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")
-    words = command_words(instance_options(entry, engine.options, socket, environ), engine.options)
+    options = instance_options(entry, engine.options, socket, environ, cache_ram_mib)
+    if context is not None:
+        options.setdefault("ctx-size", str(context))
+    words = command_words(options, engine.options)
     argv = (str(engine.path), *words)
     env = {**instance_environment(environ, engine.options), **entry.env}
     env["XDG_CONFIG_HOME"] = str(
@@ -136,10 +143,14 @@ def build_spec(
 
 
 def instance_options(
-    entry: ModelEntry, table: OptionTable, socket: str, environ: Mapping[str, str]
+    entry: ModelEntry,
+    table: OptionTable,
+    socket: str,
+    environ: Mapping[str, str],
+    cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> dict[str, str]:
     """Return the entry's options with what Llamastead forces, and what it only sets where nobody has."""
-    defaults = {"cache-ram": str(CACHE_RAM_MIB), "sse-ping-interval": str(SSE_PING_SECONDS)}
+    defaults = {"cache-ram": str(cache_ram_mib), "sse-ping-interval": str(SSE_PING_SECONDS)}
     unsaid = {
         name: value for name, value in defaults.items() if name in table and table[name].env not in environ
     }

@@ -1,15 +1,17 @@
 """One leadership of this supervisor: from taking over what lives to losing the lead or being told to stop."""
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from redis.asyncio import Redis
 
 from llamastead.shared.jobs import Jobs
+from llamastead.shared.margins import parse_margins
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.errors import NoHerd
@@ -17,11 +19,13 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.board import Board
+from llamastead.supervisor.book import Book
 from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.commands import Commands
 from llamastead.supervisor.configuration import Configuration
-from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown
+from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown, Took
 from llamastead.supervisor.core.state import Policy, initial
+from llamastead.supervisor.devices import Devices
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.effects import Effects
 from llamastead.supervisor.gateways import Silence
@@ -72,6 +76,12 @@ class Reign:
         keys = Keys(settings.redis_prefix)
         self._reads = GatewayStore(redis, keys)
         self.store = LeaderStore(redis, keys, lead.token)
+        self._devices = Devices(
+            parse_margins(settings.models_memory_margin),
+            configuration.environ.get("CUDA_VISIBLE_DEVICES"),
+            settings.reread,
+        )
+        self._book = Book(configuration, self._devices)
         self._metadata = Metadata(jobs, redis, keys, self.store)
         self._commands = Commands(self.store, settings.run_dir, self._metadata.copy)
         effects = Effects(
@@ -100,7 +110,7 @@ class Reign:
         )
         board = Board(self.store, self._running)
         self._driver = Driver(state, self.store, effects, board, self._clock, settings.reread)
-        self._news = News(settings.run_dir, self._running, self._tell, self._spawn)
+        self._news = News(settings.run_dir, self._running, self._tell, self._spawn, self._took)
 
     def on_holder_event(self, instance: str, event: HolderEvent) -> None:
         """Take what a holder tells; what it tells before it is adopted is kept for afterwards."""
@@ -122,6 +132,7 @@ class Reign:
                 self._commands.run(self._driver),
                 self._watch_gateways(),
                 self._probe(),
+                self._watch_devices(),
                 self._reload_when(reload),
                 self._metadata.read_missing(self._configuration.registry),
             ):
@@ -133,6 +144,9 @@ class Reign:
             raise OverError
 
     async def _take_over(self) -> None:
+        self._tell(await self._devices.read({}))
+        await asyncio.to_thread(self._book.refresh)
+        self._tell(RegistryChanged(self._book.specs()))
         recovery = Recovery(
             self._settings.run_dir,
             self._settings.host_id,
@@ -150,7 +164,7 @@ class Reign:
         for instance, event in held_back or ():
             self._news.on_event(instance, event)
         forgotten = not await self._herd_exists()
-        await publish(self.store, self._configuration.registry, self._configuration.engine)
+        await self._publish()
         await self.store.open_herd(self._configuration.herd_fields())
         if adopted and forgotten:
             # Leases that an emptied Redis has forgotten come back with the gateways' next heartbeats; until
@@ -158,6 +172,10 @@ class Reign:
             await asyncio.sleep(2 * self._settings.heartbeat)
         self._tell(RecoveryDone(preload=not adopted))
         log.info("leading", extra={"number": self._lead.number, "adopted": adopted})
+
+    async def _publish(self) -> None:
+        registry, engine = self._configuration.registry, self._configuration.engine
+        await publish(self.store, registry, engine, self._book.shown_memory())
 
     async def _herd_exists(self) -> bool:
         try:
@@ -189,14 +207,40 @@ class Reign:
             lambda: self._driver.state, lambda i: self._running[i].socket if i in self._running else None
         )
 
+    async def _watch_devices(self) -> None:
+        try:
+            await self._devices.run(
+                self._running, lambda: self._driver.state, self._tell, self.store, self._settings.host_id
+            )
+        finally:
+            self._devices.close()
+
+    def _took(self, instance: str) -> None:
+        """Take what a ready instance says it allocated: for its booking, and for the next start."""
+        note = self._running[instance]
+        found = note.effective.figures
+        if found is None:
+            return
+        needs, shown = self._book.amounts(note.model, found)
+        self._tell(Took(instance, needs, shown))
+        self._book.learn(note.model, found, int(note.meta.get("meta", {}).get("n_ctx", 0)))
+        self._tell(RegistryChanged(self._book.specs()))
+        self._devices.look()
+        self._spawn(self._show_memory(instance, note.model, needs))
+
+    async def _show_memory(self, instance: str, model: str, needs: Mapping[str, int]) -> None:
+        memory = json.dumps(self._book.show(model))
+        await self.store.put_instance(instance, {"needs": json.dumps(needs)}, model, {"memory": memory})
+
     async def _reload_when(self, reload: asyncio.Event) -> None:
         """Read the registry again each time `reload` is set; a broken one changes nothing."""
         while True:
             await reload.wait()
             reload.clear()
             if self._configuration.reload():
-                await publish(self.store, self._configuration.registry, self._configuration.engine)
-                self._tell(RegistryChanged(self._configuration.specs()))
+                await asyncio.to_thread(self._book.refresh)
+                await self._publish()
+                self._tell(RegistryChanged(self._book.specs()))
                 await self._metadata.read_missing(self._configuration.registry)
 
     async def _stop_all(self) -> None:
@@ -220,7 +264,7 @@ class Reign:
             return False
         return True
 
-    def _build(self, instance: str, model: str, nonce: str) -> InstanceSpec:
+    def _build(self, instance: str, model: str, nonce: str, share: float) -> InstanceSpec:
         entry = self._configuration.registry.entries.get(model)
         if entry is None:
             raise LaunchError(f"model '{model}' is not in the registry any more")
@@ -233,6 +277,8 @@ class Reign:
             read_or_make_herd_secret(self._settings.run_dir / "secret"),
             self._settings,
             self._configuration.environ,
+            context=self._book.context(model, share),
+            cache_ram_mib=self._configuration.cache_ram_mib,
         )
 
     def _tell(self, event: Any) -> None:

@@ -124,13 +124,20 @@ class Moved:
 
 @dataclass(frozen=True)
 class BecameReady:
-    """The engine's state line says ready. `needs` is what it took per device, as it said itself (None: it did
-    not), `shown` how much of that its devices show as used.
+    """The engine's state line says ready."""
+
+    instance: str
+
+
+@dataclass(frozen=True)
+class Took:
+    """What an instance says it took per device at its load (or wake), and how much of that its devices show
+    as used.
     """
 
     instance: str
-    needs: Mapping[str, int] | None = None
-    shown: Mapping[str, int] | None = None
+    needs: Mapping[str, int]
+    shown: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -274,6 +281,7 @@ InstanceEvent = (
     | Loading
     | Moved
     | BecameReady
+    | Took
     | FellAsleep
     | Unresponsive
     | Exited

@@ -163,14 +163,13 @@ def on_moved(draft: Draft, instance: Instance, _: ev.Moved) -> None:
         draft.set(instance, moved_at=draft.now)
 
 
-def on_became_ready(draft: Draft, instance: Instance, event: ev.BecameReady) -> None:
-    """Make it ready and grant those who wait, and book what it really took. A repeated line changes nothing,
-    so it may be sent at every look.
+def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None:
+    """Make it ready and grant those who wait. A repeated line changes nothing, so it may be sent at every
+    look.
     """
-    needs = instance.needs if event.needs is None else event.needs
-    ready = draft.change(instance, Change.READY, resting=False, needs=needs)
+    ready = draft.change(instance, Change.READY, resting=False)
     if instance.state is not S.READY:
-        draft.state = ledger.settle(draft.state, ready, needs if event.shown is None else event.shown)
+        draft.state = ledger.settle(draft.state, ready, {**ready.needs, **ready.shown})
         ready = draft.state.instances[ready.id]
     if ready.state is not S.READY or instance.state is S.READY:
         return
@@ -180,6 +179,15 @@ def on_became_ready(draft: Draft, instance: Instance, event: ev.BecameReady) -> 
     trouble.on_ready(draft, ready.model)
     draft.drop_order(ready.model)
     _grant(draft, draft.set(ready, progress=None))
+
+
+def on_took(draft: Draft, instance: Instance, event: ev.Took) -> None:
+    """Book what it really took, more or less than was reckoned. Nobody goes for it: that is seen to when
+    somebody needs room.
+    """
+    if not instance.resting:
+        took = draft.set(instance, needs=event.needs)
+        draft.state = ledger.settle(draft.state, took, event.shown)
 
 
 def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
@@ -317,6 +325,7 @@ _INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
     ev.Loading: on_loading,
     ev.Moved: on_moved,
     ev.BecameReady: on_became_ready,
+    ev.Took: on_took,
     ev.FellAsleep: on_fell_asleep,
     ev.Unresponsive: on_unresponsive,
     ev.Exited: on_exited,

@@ -1,8 +1,8 @@
 """The memory ledger: per device, every byte has a name, and what is free is the smaller of two accounts.
 
-The ledger's own account is `total - margin - external - held - releasing - measuring`; the device's is what it
-shows as free, less the margin and less what is booked and does not show yet. Integers throughout, no state of its
-own: all is computed from `State`. A device that was not read has no limit.
+The ledger's own account is `total - margin - external - held - releasing - measuring`; the device's is what
+it shows as free, less the margin and less what is booked and does not show yet. Integers throughout, no state
+of its own: all is computed from `State`. A device that was not read has no limit.
 """
 
 from collections.abc import Iterable, Mapping
@@ -183,6 +183,10 @@ def _seen(instance: Instance, seen: Amounts | None) -> Instance:
         return instance
     if instance.resting:
         return replace(instance, rests=dict(seen), shown=dict(seen))
+    if instance.state not in _MOVES:
+        # What its process really uses is the peak of what it needs.
+        more = {name: max(amount, instance.needs.get(name, 0)) for name, amount in seen.items() if amount}
+        instance = replace(instance, needs={**instance.needs, **more})
     return replace(instance, shown=dict(seen))
 
 
@@ -195,13 +199,15 @@ def _still_awaited(state: State) -> dict[str, Releasing]:
     """Return what is left to await: no more than what a device shows as used and nobody accounts for."""
     left = dict(state.releasing)
     for name, device in state.devices.items():
-        waiting = [i for i, r in left.items() if r.amounts.get(name)]
+        waiting = sorted(
+            (i for i, r in left.items() if r.amounts.get(name)), key=lambda i: (left[i].until, i)
+        )
         if not waiting:
             continue
         known = device.external + sum(_shows(i, name) for i in state.instances.values())
         used = 0 if device.free is None else device.total - device.free
         strange = max(0, used - known - _TOLERANCE)
-        for instance in waiting:
+        for instance in sorted(waiting, key=lambda i: (left[i].until, i)):
             awaited = min(left[instance].amounts[name], strange)
             strange -= awaited
             amounts = {**left[instance].amounts, name: awaited}

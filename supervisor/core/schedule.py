@@ -149,8 +149,10 @@ def _plan(draft: Draft) -> None:
             need = queue.need_of(draft.state, entry, own)
             decided = planner.plan(left, need)
             wait = _commit(draft, need, decided, left, own, owners)
-            left = planner.reserve(left, need, decided)
             now = draft.state.instance_of(entry.model)
+            if own is None and now is not None:
+                need = replace(need, amounts=queue.booked(now))
+            left = planner.reserve(left, need, decided)
             if isinstance(decided, planner.Start) and now is not None:
                 left = left.with_candidate(queue.candidate(draft.state, now, wanted))
         if wait is not None:

@@ -7,7 +7,16 @@ from typing import Any
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.explain import explain, unexplained
-from llamastead.supervisor.core.state import Claims, Demand, Device, Instance, ModelSpec, Policy, State, initial
+from llamastead.supervisor.core.state import (
+    Claims,
+    Demand,
+    Device,
+    Instance,
+    ModelSpec,
+    Policy,
+    State,
+    initial,
+)
 from llamastead.supervisor.core.step import Step, step
 
 
@@ -39,7 +48,9 @@ class Herd:
         assert not unexplained(self.state)
         return self.last.actions
 
-    def read(self, seen: Mapping[str, Mapping[str, int]] | None = None, **devices: Device) -> tuple[act.Action, ...]:
+    def read(
+        self, seen: Mapping[str, Mapping[str, int]] | None = None, **devices: Device
+    ) -> tuple[act.Action, ...]:
         """Let devices be read, those that are not named as before, and say what processes use."""
         return self.do(ev.DevicesRead({**self.state.devices, **devices}, seen or {}))
 
