@@ -16,10 +16,16 @@ from llamastead.shared.jobs import file_identity
 from llamastead.supervisor.configuration import Configuration
 from llamastead.supervisor.core.state import ModelSpec
 from llamastead.supervisor.devices import Devices
+from llamastead.supervisor.launch import instance_environment
 from llamastead.supervisor.registry.model import ModelEntry
+from llamastead.supervisor.registry.render import command_words
+from llamastead.supervisor.registry.reserved import SILENCING
 
 MIB = 1 << 20
 _CONTEXT_STEP = 256
+Key = tuple[str, str]
+"""Names a measurement: file identity and preset."""
+_DEVICE_VARIABLES = ("LLAMA_ARG_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "VK_", "GGML_")
 
 
 @dataclass(frozen=True)
@@ -27,16 +33,20 @@ class Known:
     """What a model takes at its smallest and at its largest context, by the engine's names of devices.
 
     `contexts` are those two in tokens, None where nothing but the file's size is known. `took` is what a real
-    load took at `took_context`. `key` is the measurement's name in Redis: file identity and preset.
+    load took at `took_context`. `key` is the measurement's name in Redis: file identity and preset. `failure`
+    says why the last of so many `failures` of a measurement told nothing.
     """
 
-    key: tuple[str, str]
+    key: Key
     smallest: Figures
     largest: Figures
     contexts: tuple[int, int] | None
     source: str
     took: Figures | None = None
     took_context: int = 0
+    failure: str = ""
+    failures: int = 0
+    limited: bool = False
 
     @property
     def correction(self) -> dict[str, int]:
@@ -56,11 +66,28 @@ class Known:
         low, high = self.contexts
         return min(1.0, max(0.0, (context - low) / (high - low)))
 
+    def within(self, limit: int) -> "Known":
+        """Return the figures with a largest context that takes no more than so many bytes in all."""
+        low, high = (sum(figures.totals(each).values()) for each in (self.smallest, self.largest))
+        if high <= limit or self.contexts is None:
+            return self
+        share = max(0.0, (limit - low) / (high - low)) if high > low else 0.0
+        least, most = self.contexts
+        cut = max(least, int(least + (most - least) * share) // _CONTEXT_STEP * _CONTEXT_STEP)
+        return replace(
+            self,
+            largest=figures.between(self.smallest, self.largest, self._share(cut)),
+            contexts=(least, cut),
+            limited=True,
+        )
+
     def context(self, share: float) -> int | None:
         """Return the context that takes `share` of the growth, None when there is nothing to choose."""
-        if self.contexts is None or self.contexts[0] >= self.contexts[1] or share >= 1:
+        if self.contexts is None or (share >= 1 and not self.limited):
             return None
         low, high = self.contexts
+        if low >= high and not self.limited:
+            return None
         return max(_CONTEXT_STEP, int(low + (high - low) * share) // _CONTEXT_STEP * _CONTEXT_STEP)
 
 
@@ -71,13 +98,75 @@ class Book:
     configuration: Configuration
     devices: Devices
     known: dict[str, Known] = field(default_factory=dict)
-    _took: dict[tuple[str, str], tuple[Figures, int]] = field(default_factory=dict)
+    worker_lives: bool = False
+    _reckoned: dict[str, Known] = field(default_factory=dict)
+    _measured: dict[Key, tuple[Figures, Figures]] = field(default_factory=dict)
+    _failed: dict[Key, tuple[str, int]] = field(default_factory=dict)
+    _forgiven: set[Key] = field(default_factory=set)
+    _took: dict[Key, tuple[Figures, int]] = field(default_factory=dict)
 
     def refresh(self) -> None:
         """Reckon the figures of every model anew where its files or its preset changed. Reads files."""
         entries = self.configuration.registry.entries
         fresh = {name: self._reckon(entry) for name, entry in entries.items()}
-        self.known = {name: known for name, known in fresh.items() if known is not None}
+        self._reckoned = {name: known for name, known in fresh.items() if known is not None}
+        self.known = {name: self._with_results(name, known) for name, known in self._reckoned.items()}
+
+    def measured(self, key: Key, smallest: Figures, largest: Figures) -> None:
+        """Take what a measurement found at the smallest and at the largest context."""
+        self._measured[key] = smallest, largest
+        self._failed.pop(key, None)
+        self._apply(key)
+
+    def fail(self, key: Key, why: str, failures: int = 1) -> None:
+        """Note that a measurement found nothing; what was reckoned stays."""
+        self._failed[key] = why, failures
+        self._forgiven.discard(key)
+        self._apply(key)
+
+    def forget_failure(self, key: Key) -> None:
+        """Have a measurement that failed tried once more."""
+        self._forgiven.add(key)
+
+    def took(self, key: Key, found: Figures, context: int) -> None:
+        """Take what a load took at this context."""
+        self._took[key] = found, context
+        self._apply(key)
+
+    def is_open(self, model: str) -> bool:
+        """Whether a model is yet to be measured, and can be."""
+        known, entry = self.known.get(model), self.configuration.registry.entries.get(model)
+        if known is None or entry is None or known.key in self._measured or known.contexts is None:
+            return False
+        if known.key in self._failed and known.key not in self._forgiven:
+            return False
+        return "fit" in self.configuration.engine_of(entry).options
+
+    def order(self, model: str) -> dict[str, Any]:
+        """Return what a worker is to run for a measurement: command lines, and variables to set for them."""
+        entry = self.configuration.registry.entries[model]
+        contexts = self.known[model].contexts
+        assert contexts is not None
+        commands = [measuring_command(entry, self.configuration, each) for each in dict.fromkeys(contexts)]
+        return {"commands": commands, "variables": measuring_variables(entry, self.configuration)}
+
+    def _apply(self, key: Key) -> None:
+        for name, reckoned in self._reckoned.items():
+            if reckoned.key == key:
+                self.known[name] = self._with_results(name, reckoned)
+
+    def _with_results(self, name: str, reckoned: Known) -> Known:
+        """Return what was reckoned, with what was measured in its place and what a load took beside it."""
+        known = reckoned
+        if reckoned.key in self._measured:
+            mapped = any(parts.mapped for parts in reckoned.smallest.values())
+            low, high = (_as_mapped(f) if mapped else f for f in self._measured[reckoned.key])
+            known = replace(known, smallest=low, largest=high, source="measured")
+        why, failures = self._failed.get(reckoned.key, ("", 0))
+        took, took_context = self._took.get(reckoned.key, (None, 0))
+        known = replace(known, failure=why, failures=failures, took=took, took_context=took_context)
+        limit = self.configuration.registry.entries[name].memory_max
+        return known if limit is None else known.within(limit * MIB)
 
     def specs(self) -> dict[str, ModelSpec]:
         """Return what the scheduler needs of every model, its memory included."""
@@ -85,10 +174,8 @@ class Book:
 
     def learn(self, model: str, took: Figures, context: int) -> None:
         """Note what a model took in a real load at this context."""
-        known = self.known.get(model)
-        if known is not None:
-            self._took[known.key] = took, context
-            self.known[model] = replace(known, took=took, took_context=context)
+        if model in self.known:
+            self.took(self.known[model].key, took, context)
 
     def context(self, model: str, share: float) -> int | None:
         """Return the context to start a model with when `share` of its growth has room; None: leave it."""
@@ -126,6 +213,8 @@ class Book:
             shown["effective"] = self._shown(known.took)
             shown["effective_context"] = known.took_context
             shown["correction"] = self._renamed(known.correction)
+        if known.failure:
+            shown["failed"] = known.failure
         return shown
 
     def _shown(self, found: Figures) -> dict[str, dict[str, int]]:
@@ -145,6 +234,8 @@ class Book:
             spec,
             needs=smallest,
             grows={name: amount for name, amount in grows.items() if amount > 0},
+            measured=known.source == "measured",
+            awaited=self.worker_lives and self.is_open(spec.name),
         )
 
     def _reckon(self, entry: ModelEntry) -> Known | None:
@@ -155,7 +246,7 @@ class Book:
         except OSError:
             return None
         key = (identity, self._preset(entry))
-        before = self.known.get(entry.name)
+        before = self._reckoned.get(entry.name)
         if before is not None and before.key == key:
             return before
         options = self.configuration.options_in_force(entry)
@@ -168,13 +259,7 @@ class Book:
         except (OSError, GgufError):
             return None
         contexts = (low, high) if smallest.context is not None else None
-        low_figures, high_figures = smallest.figures, largest.figures
-        if entry.memory_max is not None and contexts:
-            share = _share_within(low_figures, high_figures, entry.memory_max * MIB)
-            high_figures = figures.between(low_figures, high_figures, share)
-            contexts = (low, low + int((high - low) * share) // _CONTEXT_STEP * _CONTEXT_STEP)
-        took, took_context = self._took.get(key, (None, 0))
-        return Known(key, low_figures, high_figures, contexts, smallest.source, took, took_context)
+        return Known(key, smallest.figures, largest.figures, contexts, smallest.source)
 
     def _estimate(self, entry: ModelEntry, options: Mapping[str, str], use: Use) -> "_Reckoned":
         assert entry.path is not None
@@ -227,6 +312,22 @@ def _contexts(use: Use, options: Mapping[str, str], train: int) -> tuple[int, in
     return min(train, least * (1 if use.unified else use.sequences)), train
 
 
-def _share_within(smallest: Figures, largest: Figures, limit: int) -> float:
-    low, high = (sum(figures.totals(each).values()) for each in (smallest, largest))
-    return 1.0 if high <= limit else max(0.0, (limit - low) / (high - low)) if high > low else 0.0
+def measuring_command(entry: ModelEntry, configuration: Configuration, context: int) -> list[str]:
+    """Return the command line of an engine that is to tell what it would take at this context."""
+    engine = configuration.engine_of(entry)
+    options = {name: value for name, value in entry.options.items() if name not in SILENCING}
+    options |= {"fit": "on", "ctx-size": str(context), "log-verbosity": "4", "log-colors": "off"}
+    return [str(engine.path), *command_words(options, engine.options)]
+
+
+def measuring_variables(entry: ModelEntry, configuration: Configuration) -> dict[str, str]:
+    """Return the variables that matter to a measurement; nothing secret is among them."""
+    variables = instance_environment(configuration.environ, configuration.engine_of(entry).options)
+    found = {**variables, **entry.env}
+    return {name: value for name, value in found.items() if name.startswith(_DEVICE_VARIABLES)}
+
+
+def _as_mapped(found: Figures) -> Figures:
+    """Return figures whose weights on the host are pages of their file."""
+    host = found.get(HOST)
+    return found if host is None else {**found, HOST: replace(host, mapped=host.model)}

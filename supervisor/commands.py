@@ -23,15 +23,21 @@ LOG_LINES_MAX = 10_000
 class Commands:
     """Reads commands while this supervisor leads, hands orders to the driver, answers what needs no decision.
 
-    `on_metadata` is told the identity of a file whose metadata a job has read.
+    `on_metadata` is told the identity of a file whose metadata a job has read, `on_measured` file identity
+    and preset of what a job has measured.
     """
 
     def __init__(
-        self, store: LeaderStore, run_dir: Path, on_metadata: Callable[[str], Awaitable[bool]]
+        self,
+        store: LeaderStore,
+        run_dir: Path,
+        on_metadata: Callable[[str], Awaitable[bool]],
+        on_measured: Callable[[str, str], None],
     ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._on_metadata = on_metadata
+        self._on_measured = on_measured
         self._asked_by: dict[str, str] = {}
 
     async def answer(self, command: str, payload: Mapping[str, Any]) -> None:
@@ -56,6 +62,8 @@ class Commands:
         if not command.gateway:
             if command.verb == "metadata":
                 await self._on_metadata(command.fields["identity"])
+            elif command.verb == "measured":
+                self._on_measured(command.fields["identity"], command.fields["preset"])
             await self._store.done([command.id])
             return
         self._asked_by[command.id] = command.gateway

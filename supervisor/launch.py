@@ -104,7 +104,8 @@ def build_spec(
 
     `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment; `context`
     is what memory allows where the entry leaves that open; `cache_ram_mib` is for entries that say nothing.
-    Raises LaunchError for a model without a model, an option that this engine lacks, a socket path that is too long.
+    Raises LaunchError for a model without a model, an option that this engine lacks, a socket path that is
+    too long.
     """
     folder = run_dir / "i" / instance
     socket = str(folder / "e.sock")
@@ -180,7 +181,12 @@ def instance_environment(environ: Mapping[str, str], table: OptionTable) -> dict
     certificate, nor anything of the router or of one model.
     """
     passed = {name: value for name, value in environ.items() if _passes(name, table)}
-    return {**passed, "LLAMA_SERVER_ROUTER_PORT": "0", "GGML_NO_BACKTRACE": "1"}
+    return {
+        **passed,
+        "LLAMA_SERVER_ROUTER_PORT": "0",
+        "GGML_NO_BACKTRACE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the ledger names GPUs
+    }
 
 
 def _passes(name: str, table: OptionTable) -> bool:

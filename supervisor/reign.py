@@ -33,6 +33,7 @@ from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderEvent
 from llamastead.supervisor.holders import Holders
 from llamastead.supervisor.launch import InstanceSpec, LaunchError, build_spec
+from llamastead.supervisor.measuring import Measuring
 from llamastead.supervisor.metadata import Metadata
 from llamastead.supervisor.news import News
 from llamastead.supervisor.publish import publish
@@ -83,7 +84,19 @@ class Reign:
         )
         self._book = Book(configuration, self._devices)
         self._metadata = Metadata(jobs, redis, keys, self.store)
-        self._commands = Commands(self.store, settings.run_dir, self._metadata.copy)
+        self._measuring = Measuring(
+            jobs,
+            redis,
+            keys,
+            self._reads,
+            settings,
+            self._book,
+            lambda: self._driver.state,
+            self._tell,
+        )
+        self._commands = Commands(
+            self.store, settings.run_dir, self._metadata.copy, self._measuring.on_measured
+        )
         effects = Effects(
             self.store,
             holders,
@@ -133,6 +146,7 @@ class Reign:
                 self._watch_gateways(),
                 self._probe(),
                 self._watch_devices(),
+                self._measuring.run(),
                 self._reload_when(reload),
                 self._metadata.read_missing(self._configuration.registry),
             ):
@@ -145,7 +159,7 @@ class Reign:
 
     async def _take_over(self) -> None:
         self._tell(await self._devices.read({}))
-        await asyncio.to_thread(self._book.refresh)
+        await self._measuring.refresh()
         self._tell(RegistryChanged(self._book.specs()))
         recovery = Recovery(
             self._settings.run_dir,
@@ -226,6 +240,7 @@ class Reign:
         self._book.learn(note.model, found, int(note.meta.get("meta", {}).get("n_ctx", 0)))
         self._tell(RegistryChanged(self._book.specs()))
         self._devices.look()
+        self._spawn(self._measuring.keep(note.model))
         self._spawn(self._show_memory(instance, note.model, needs))
 
     async def _show_memory(self, instance: str, model: str, needs: Mapping[str, int]) -> None:
@@ -238,7 +253,7 @@ class Reign:
             await reload.wait()
             reload.clear()
             if self._configuration.reload():
-                await asyncio.to_thread(self._book.refresh)
+                await self._measuring.refresh()
                 await self._publish()
                 self._tell(RegistryChanged(self._book.specs()))
                 await self._metadata.read_missing(self._configuration.registry)
