@@ -31,10 +31,12 @@ class CatalogModel:
     path: str = ""
     args: tuple[str, ...] = ()
     preset: str = ""
+    revision: str = ""
     status: WireStatus = WireStatus.UNLOADED
     state: str = ""
     failed: bool = False
     exit_code: int | None = None
+    end_class: str = ""
     reason: str = ""
     progress: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -58,10 +60,12 @@ def parse_model(fields: Mapping[str, str]) -> CatalogModel:
         path=fields.get("path", ""),
         args=_words(fields, "args"),
         preset=fields.get("preset", ""),
+        revision=fields.get("revision", ""),
         status=WireStatus(fields.get("status") or WireStatus.UNLOADED),
         state=fields.get("state", ""),
         failed=fields.get("failed") == "1",
         exit_code=int(exit_code) if exit_code else None,
+        end_class=fields.get("end_class", ""),
         reason=fields.get("reason", ""),
         progress=json.loads(fields.get("progress") or "{}"),
         meta=json.loads(fields.get("meta") or "{}"),

@@ -23,7 +23,7 @@ def show_model(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def describe(model: CatalogModel) -> dict[str, Any]:
-    """Return a model's entry: the router's fields, then `path`, `in_cache` and `metadata` of our own."""
+    """Return a model's entry: the router's fields, then `revision`, `path`, `in_cache` and `metadata` of our own."""
     known = model.metadata
     entry: dict[str, Any] = {
         "id": model.name,
@@ -41,6 +41,8 @@ def describe(model: CatalogModel) -> dict[str, Any]:
         "can_remove": False,
         "in_cache": model.source == Source.CACHE,
     }
+    if model.revision:
+        entry["revision"] = model.revision
     if model.path:
         entry["path"] = model.path
     if model.meta and model.running:
@@ -60,8 +62,9 @@ def _status(model: CatalogModel) -> dict[str, Any]:
     }
     if model.failed:
         status |= {"exit_code": model.exit_code, "failed": True}
-    if model.reason and model.status is WireStatus.UNLOADED:
-        status["reason"] = model.reason
+    if model.status is WireStatus.UNLOADED:
+        ended = {"end_class": model.end_class, "reason": model.reason}
+        status |= {name: word for name, word in ended.items() if word}
     if model.progress and model.status is WireStatus.LOADING:
         status["progress"] = dict(model.progress)
     return status
