@@ -74,3 +74,21 @@ class Source(StrEnum):
     CACHE = "cache"
     MODELS_DIR = "models_dir"
     PRESET = "preset"
+
+
+class WaitReason(StrEnum):
+    """The one reason a queue entry waits for."""
+
+    RECOVERING = "recovering"
+    LOADING = "loading"
+    GRANTING = "granting"
+    WAKING = "waking"
+    LEAVING = "leaving"
+    STOP_FAILED = "stop_failed"
+    BACK_OFF = "back_off"
+    VICTIM = "victim"
+    BUSY = "busy"
+    RESIDENCE = "residence"
+    PINNED = "pinned"
+    STARTING_OTHERS = "starting_others"
+    BEHIND = "behind"

@@ -6,7 +6,7 @@ Nothing hangs on having seen a particular event, so a lost or late one costs tim
 from dataclasses import replace
 
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import planner, queue, trouble
 from llamastead.supervisor.core.actions import (
     AbortLoad,
@@ -22,7 +22,7 @@ from llamastead.supervisor.core.actions import (
 )
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, SERVES, Change
-from llamastead.supervisor.core.reasons import RefuseReason, WaitReason
+from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Ask, Instance, Leaving, Wait
 
 S = InstanceState
@@ -253,7 +253,8 @@ def _send_away(draft: Draft, need: planner.Need, decided: planner.MakeRoom, seen
     weighed = tuple(
         Weighed(c.instance, c.model, planner.verdict(c, need, decided, draft.now)) for c in seen.candidates
     )
-    draft.do(Decide(need.model, weighed))
+    demand = draft.state.demands.get(need.model)
+    draft.do(Decide(need.model, weighed, demand.requests if demand else ()))
     evicted = Leaving(EndClass.EVICTED, need.model)
     for name in decided.aborts:
         abandoned = replace(evicted, end_class=EndClass.ABANDONED)

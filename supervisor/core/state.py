@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import EndClass, InstanceState
-from llamastead.supervisor.core.reasons import WaitReason
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,14 @@ class Demand:
     """Tickets that wait for a model: `first` is the arrival of the oldest, `expired` those past the queue
     time-out.
 
-    `tickets` counts all of them, the expired ones included.
+    `tickets` counts all of them, the expired ones included; `requests` names the oldest few by their request
+    ids, for those who read of a decision.
     """
 
     first: float
     tickets: int
     expired: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

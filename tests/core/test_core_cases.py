@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from core_herd import Herd, exited, spec
 
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core.reasons import Verdict, WaitReason
+from llamastead.supervisor.core.reasons import Verdict
 from llamastead.supervisor.core.state import Claims, Demand, Leaving, Wait
 
 S = InstanceState
@@ -160,7 +160,7 @@ def test_c13_a_streaming_model_is_drained_late_and_stopped_only_when_it_is_done(
     a = herd.of("a").id
     herd.lease("a", 1)
     assert herd.ask("b", at=5.0) == ()
-    assert herd.why("b") == "waits for a: 1 in use, drains in 30 s"
+    assert herd.why("b") == "waits for a, in use, drains in 30 s"
     assert herd.last.wake_at == 35.0
     assert herd.tick(34.9) == ()
     assert herd.tick(35.0)[-1] == act.TryDrain(a, "b")
@@ -630,7 +630,7 @@ def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     ready(herd, "c", at=7.0, used=7.0)
     herd.lease("d", 1)
     assert herd.ask("a", at=20.0) == ()
-    assert herd.why("a").startswith("waits for d: 1 in use")
+    assert herd.why("a").startswith("waits for d, in use")
     assert herd.ask("b", at=21.0)[-1] == act.TryStop(herd.of("c").id, EndClass.EVICTED, "b")
 
 
