@@ -23,7 +23,7 @@ def show_model(catalog: Catalog, name: str) -> dict[str, Any]:
 
 
 def describe(model: CatalogModel) -> dict[str, Any]:
-    """Return a model's entry: the router's fields, then our own `revision`, `path`, `in_cache`, `metadata`."""
+    """Return a model's entry: the router's fields, then ours: `revision`, `path`, `in_cache`, `metadata`."""
     known = model.metadata
     entry: dict[str, Any] = {
         "id": model.name,
