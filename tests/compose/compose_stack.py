@@ -44,6 +44,8 @@ class Stack:
         ours = ("LLAMASTEAD_", "LLAMA_", "COMPOSE_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self.env |= {"LLAMASTEAD_PORT": str(port), "COMPOSE_DISABLE_ENV_FILE": "1"}
+        # One thread: several that wait for each other crawl on a machine where other things run.
+        self.env |= {"LLAMASTEAD_INSTANCE_ARGS": "--threads 1"}
 
     def compose(self, *args: str, stdin: bytes | None = None, patience_s: float = PATIENCE_S) -> str:
         """Run a compose command and return its standard output; fail with its errors."""

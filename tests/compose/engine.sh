@@ -69,7 +69,7 @@ guard() { # nothing sent to the pool's addresses may leave by the uplink
 
 up() {
   install
-  alive && return
+  down # one that a killed run left may have no way out
   [ -e "$dir/iptables.before" ] || iptables-save >"$dir/iptables.before"
   cat /proc/sys/net/ipv4/ip_forward >"$dir/ip_forward.before"
   start env

@@ -71,12 +71,12 @@ def test_every_container_is_confined_and_only_loopback_is_published(herd: Stack)
 def test_the_demo_model_streams_chunk_by_chunk_through_the_balancer(herd: Stack) -> None:
     """The unprepared stack streams a real model's chat, and the balancer passes each token when it comes."""
     streamed = Streamed()
-    stream_chat(herd.url, DEMO, 100, streamed)
+    stream_chat(herd.url, DEMO, 60, streamed)
     assert streamed.done
     assert streamed.text
     first, last = streamed.arrivals[0].at_s, streamed.arrivals[-1].at_s
     alone = [arrival for arrival in streamed.arrivals if arrival.events == 1]
-    assert len(alone) >= 50, "tokens came in lumps"
+    assert len(alone) >= 30, "tokens came in lumps"
     assert streamed.arrivals[len(streamed.arrivals) // 2].at_s < first + 0.8 * (last - first), (
         "most came at the end"
     )
@@ -112,7 +112,7 @@ def test_a_killed_supervisor_leaves_the_stream_and_the_instance_alone(herd: Stac
     """kill -9 of the supervisor in mid-stream: the stream is whole and the instance's pid stays."""
     assert ask(herd, DEMO).status_code == 200
     before = herd.processes("supervisor", DEMO)
-    with BackgroundStream(herd.url, DEMO, tokens=300) as streamed:
+    with BackgroundStream(herd.url, DEMO, tokens=100) as streamed:
         (old,) = herd.processes("supervisor", "llamastead supervisor")
         kill(old)
         assert not streamed.done, "the stream was over before the kill"
