@@ -21,7 +21,7 @@ class Driver:
 
     Facts are read (`look`) after the actions of earlier events are carried out, when something told us to,
     and every `reread` seconds in any case: streams and callbacks only say when to look, never what is true.
-    `empty` is set while there is no instance.
+    `empty` is set while there is no instance and nothing told that is not taken yet.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Driver:
     def put(self, event: Event) -> None:
         """Tell the core something; it is taken in the order told."""
         self._events.append(event)
+        self.empty.clear()
         self._awake.set()
 
     def look(self) -> None:
@@ -65,7 +66,7 @@ class Driver:
                 looked_at = now
                 wake_at = await self._advance(await self._observe())
             await self._board.show(self.state, time.monotonic())
-            if self.state.instances:
+            if self.state.instances or self._events:
                 self.empty.clear()
             else:
                 self.empty.set()

@@ -144,10 +144,7 @@ class Effects:
             self._running[spec.instance].pid = view.pid or 0
         self._tell(events.Started(spec.instance))
         self._on_view(spec.instance, view)
-        try:
-            await self._holders.start_spare()
-        except (HolderError, OSError) as error:
-            log.warning("no spare holder: %s", error)
+        await keep_spare(self._holders)
 
     async def _ready(self, instance: str, model: str) -> int:
         running = self._running[instance]
@@ -231,3 +228,11 @@ class Effects:
     async def _claims(self, instance: str) -> int:
         held = (await self._store.observe()).claims.get(instance)
         return len(held.leases) if held else 0
+
+
+async def keep_spare(holders: Holders) -> None:
+    """Have a holder wait for the next start. One that can't be had only makes that start slower."""
+    try:
+        await holders.start_spare()
+    except (HolderError, OSError) as error:
+        log.warning("no spare holder: %s", error)

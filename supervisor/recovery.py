@@ -10,7 +10,7 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.clock import RedisClock
-from llamastead.supervisor.core.events import Adopted, Event, Found
+from llamastead.supervisor.core.events import Adopted, Event, Exited, Found
 from llamastead.supervisor.effects import STOP_WAITS_S
 from llamastead.supervisor.holder_link import HolderView
 from llamastead.supervisor.holder_record import instance_folders, remove_folder
@@ -132,5 +132,7 @@ class Recovery:
             remove_folder(folder)
 
     async def _lost(self, instance: str) -> None:
-        log.warning("instance is gone", extra={"instance": instance})
-        await self.store.ended(instance, EndClass.LOST, None, "it was gone when the supervisor looked for it")
+        """The record goes now, so that the herd does not open with it; the core still counts its room."""
+        reason = "it was gone when the supervisor looked for it"
+        await self.store.ended(instance, EndClass.LOST, None, reason)
+        self.tell(Exited(instance, EndClass.LOST, reason))

@@ -23,7 +23,8 @@ from llamastead.supervisor.configuration import Configuration
 from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown
 from llamastead.supervisor.core.state import Policy, initial
 from llamastead.supervisor.driver import Driver
-from llamastead.supervisor.effects import Effects
+from llamastead.supervisor.effects import Effects, keep_spare
+from llamastead.supervisor.engine import EngineError
 from llamastead.supervisor.gateways import Silence
 from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderEvent
@@ -69,13 +70,14 @@ class Reign:
         self._held_back: list[tuple[str, HolderEvent]] | None = []
         self._clock = RedisClock()
         self._tasks = asyncio.TaskGroup()
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keys = Keys(settings.redis_prefix)
         self._reads = GatewayStore(redis, keys)
-        self.store = LeaderStore(redis, keys, lead.token)
-        self._metadata = Metadata(jobs, redis, keys, self.store)
-        self._commands = Commands(self.store, settings.run_dir, self._metadata.copy)
+        self._store = LeaderStore(redis, keys, lead.token)
+        self._metadata = Metadata(jobs, redis, keys, self._store)
+        self._commands = Commands(self._store, settings.run_dir, self._metadata.copy)
         effects = Effects(
-            self.store,
+            self._store,
             holders,
             self._build,
             self._commands.answer,
@@ -98,8 +100,8 @@ class Reign:
             configuration.specs(),
             lead.token,
         )
-        board = Board(self.store, self._running)
-        self._driver = Driver(state, self.store, effects, board, self._clock, settings.reread)
+        board = Board(self._store, self._running)
+        self._driver = Driver(state, self._store, effects, board, self._clock, settings.reread)
         self._news = News(settings.run_dir, self._running, self._tell, self._spawn)
 
     def on_holder_event(self, instance: str, event: HolderEvent) -> None:
@@ -109,6 +111,11 @@ class Reign:
         else:
             self._held_back.append((instance, event))
 
+    def break_off(self, fault: Exception) -> None:
+        """End this reign with an error that came up outside of its tasks."""
+        if not self._fault.done():
+            self._fault.set_exception(fault)
+
     async def run(self, stop: asyncio.Event, reload: asyncio.Event) -> None:
         """Reign until `stop` is set and every instance is gone; `reload` reads the registry again.
 
@@ -116,6 +123,7 @@ class Reign:
         """
         async with self._tasks:
             self._spawn(self._renew())
+            self._spawn(self._await_fault())
             await self._take_over()
             for loop in (
                 self._driver.run(),
@@ -126,10 +134,9 @@ class Reign:
                 self._metadata.read_missing(self._configuration.registry),
             ):
                 self._spawn(loop)
-            await self._holders.start_spare()
+            await keep_spare(self._holders)
             await stop.wait()
             await self._stop_all()
-            await self.store.resign()
             raise OverError
 
     async def _take_over(self) -> None:
@@ -138,7 +145,7 @@ class Reign:
             self._settings.host_id,
             self._lead.number,
             self._reads,
-            self.store,
+            self._store,
             self._holders,
             self._clock,
             self._running,
@@ -150,8 +157,8 @@ class Reign:
         for instance, event in held_back or ():
             self._news.on_event(instance, event)
         forgotten = not await self._herd_exists()
-        await publish(self.store, self._configuration.registry, self._configuration.engine)
-        await self.store.open_herd(self._configuration.herd_fields())
+        await publish(self._store, self._configuration.registry, self._configuration.engine)
+        await self._store.open_herd(self._configuration.herd_fields())
         if adopted and forgotten:
             # Leases that an emptied Redis has forgotten come back with the gateways' next heartbeats; until
             # then an instance that looks idle may be busy.
@@ -166,21 +173,24 @@ class Reign:
             return False
         return True
 
+    async def _await_fault(self) -> None:
+        await self._fault
+
     async def _renew(self) -> None:
         while True:
-            await self.store.renew(round(self._settings.leader_ttl * 1000))
+            await self._store.renew(round(self._settings.leader_ttl * 1000))
             await asyncio.sleep(self._settings.leader_renew)
 
     async def _watch_gateways(self) -> None:
         silence = Silence(self._settings.suspect_after, self._settings.swept_after)
         while True:
-            beats = (await self.store.observe()).gateways
+            beats = (await self._store.observe()).gateways
             suspects, dead = silence.look(beats, time.monotonic())
             for gateway in suspects:
                 log.warning("gateway is silent", extra={"gateway": gateway})
             for gateway in dead:
                 log.warning("gateway is gone: its tickets and leases end", extra={"gateway": gateway})
-                await self.store.sweep(gateway)
+                await self._store.sweep(gateway)
             await asyncio.sleep(self._settings.heartbeat)
 
     async def _probe(self) -> None:
@@ -195,7 +205,7 @@ class Reign:
             await reload.wait()
             reload.clear()
             if self._configuration.reload():
-                await publish(self.store, self._configuration.registry, self._configuration.engine)
+                await publish(self._store, self._configuration.registry, self._configuration.engine)
                 self._tell(RegistryChanged(self._configuration.specs()))
                 await self._metadata.read_missing(self._configuration.registry)
 
@@ -224,9 +234,13 @@ class Reign:
         entry = self._configuration.registry.entries.get(model)
         if entry is None:
             raise LaunchError(f"model '{model}' is not in the registry any more")
+        try:
+            engine = self._configuration.engine_of(entry)
+        except EngineError as error:
+            raise LaunchError(str(error)) from error
         return build_spec(
             entry,
-            self._configuration.engine_of(entry),
+            engine,
             instance,
             nonce,
             self._settings.run_dir,
