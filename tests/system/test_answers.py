@@ -306,7 +306,7 @@ async def test_hundreds_of_requests_pass_over_kept_connections(stead: Herd) -> N
 
 
 async def test_c28_a_client_that_leaves_stops_the_work(stead: Herd) -> None:
-    """Leave after the first event of a long answer: the engine computes no more of it, the claim goes back."""
+    """Leave after the first event of a long answer: the engine stops computing, the claim goes back."""
     body = {"model": "chat", "prompt": "once", "max_tokens": 2000, "stream": True}
     async with stead.client() as client:
         await client.post("/tokenize", json={"model": "chat", "content": "load"})
