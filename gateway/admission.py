@@ -202,7 +202,10 @@ class Admission:
         unadmitted = self._loop.call_later(
             self._settings.admission_timeout, self._if_unadmitted, line, waiter
         )
-        too_late = self._loop.call_later(self._settings.queue_timeout, self._if_too_late, line, waiter)
+        # The supervisor ends a wait that is too long, at its next look at the latest; this is for one that
+        # does not.
+        patience = self._settings.queue_timeout + self._settings.reread
+        too_late = self._loop.call_later(patience, self._if_too_late, line, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -230,11 +233,12 @@ class Admission:
     def _if_too_late(self, line: Line, waiter: Waiter) -> None:
         if not waiter.granted.done():
             seconds = f"{self._settings.queue_timeout:g}"
-            self._refuse_waiting(line, waiter, f"model '{line.model}' could not be served within {seconds} s")
+            message = f"model '{line.model}' could not be served within {seconds} s (queue-timeout)"
+            self._refuse_waiting(line, waiter, message, reason="queue_timeout", limit="queue-timeout")
 
-    def _refuse_waiting(self, line: Line, waiter: Waiter, message: str) -> None:
+    def _refuse_waiting(self, line: Line, waiter: Waiter, message: str, **fields: str) -> None:
         # It stays in its line until its own call ends, which gives the ticket back.
-        _refuse(waiter, ApiError(503, message, {"model": line.model}, retry_after=RETRY_AFTER_S))
+        _refuse(waiter, ApiError(503, message, {"model": line.model, **fields}, retry_after=RETRY_AFTER_S))
 
     # --- asking Redis
 

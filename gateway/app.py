@@ -93,7 +93,7 @@ class App:
             case Serves.PROPS:
                 return 200, router_props(gateway.settings, gateway.catalog.herd)
             case Serves.QUEUE:
-                return 200, await show_queue(gateway.store)
+                return 200, await show_queue(gateway.store, gateway.id, gateway.admission.leases.busy())
             case Serves.LOAD:
                 body = await read_body(scope, receive)
                 return 200, await load_model(gateway.catalog, gateway.commands, body)

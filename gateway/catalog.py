@@ -38,6 +38,9 @@ class CatalogModel:
     exit_code: int | None = None
     end_class: str = ""
     reason: str = ""
+    pid: int | None = None
+    evictable: bool = False
+    spared: str = ""
     progress: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +70,9 @@ def parse_model(fields: Mapping[str, str]) -> CatalogModel:
         exit_code=int(exit_code) if exit_code else None,
         end_class=fields.get("end_class", ""),
         reason=fields.get("reason", ""),
+        pid=int(fields.get("pid") or 0) or None,
+        evictable=fields.get("evictable") == "1",
+        spared=fields.get("spared", ""),
         progress=json.loads(fields.get("progress") or "{}"),
         meta=json.loads(fields.get("meta") or "{}"),
         metadata=_metadata(fields),

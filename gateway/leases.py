@@ -190,6 +190,10 @@ class Leases:
         """Return how many requests hold a claim now."""
         return sum(lease.count for lease in self._by_instance.values())
 
+    def busy(self) -> dict[str, int]:
+        """Return instance → how many requests hold a claim on it now."""
+        return {name: lease.count for name, lease in self._by_instance.items() if lease.count}
+
     def _on_idle(self, lease: Lease) -> None:
         del self._by_instance[lease.place.instance]
         if self._warm.get(lease.place.model) is lease:

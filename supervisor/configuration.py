@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from llamastead.shared.settings import Settings
+from llamastead.shared.settings import Settings, SettingsError
+from llamastead.supervisor.core.orders import preload_problem
 from llamastead.supervisor.core.state import ModelSpec
 from llamastead.supervisor.engine import Engine, find_engine
 from llamastead.supervisor.publish import model_spec, registry_revision
@@ -19,12 +20,18 @@ class Configuration:
     """What can be served and with which engine. `registry` is replaced whole by `reload`, or stays whole."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
-        """Find the engine and read the registry. Raises EngineError, RegistryError or OptionError."""
+        """Find the engine and read the registry.
+
+        Raises EngineError, RegistryError or OptionError, and SettingsError when more is to be loaded at start
+        than may be.
+        """
         self.environ = environ
         self._settings = settings
         self.engine = find_engine(settings.engine, environ)
         self._engines: dict[str, Engine] = {}
         self.registry = self._read()
+        if problem := preload_problem(settings.models_max, self.specs()):
+            raise SettingsError(problem)
 
     def _read(self) -> Registry:
         sources = Sources(

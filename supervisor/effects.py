@@ -98,10 +98,11 @@ class Effects:
                 await self._answer(command, {"error": asdict(error)} if error else {"success": True})
             case actions.Ended():
                 await self._ended(action)
-            case actions.Decide(model, weighed):
+            case actions.Decide(model, weighed, requests):
                 candidates = {w.instance: f"{w.model}: {w.verdict}" for w in weighed}
-                log.info("made room", extra={"model": model, "candidates": candidates})
-                await self._store.emit("decision", {"model": model, "candidates": json.dumps(candidates)})
+                told = {"candidates": json.dumps(candidates), "request_ids": json.dumps(requests)}
+                log.info("made room", extra={"model": model, **told})
+                await self._store.emit("decision", {"model": model, **told})
         return []
 
     async def _start(self, action: actions.Start) -> list[Event]:

@@ -35,6 +35,7 @@ from llamastead.supervisor.news import News
 from llamastead.supervisor.publish import publish
 from llamastead.supervisor.recovery import Recovery
 from llamastead.supervisor.running import Running
+from llamastead.supervisor.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Reign:
             configuration.specs(),
             lead.token,
         )
-        board = Board(self._store, self._running)
+        board = Board(self._store, self._running, self._clock)
         self._driver = Driver(state, self._store, effects, board, self._clock, settings.reread)
         self._news = News(settings.run_dir, self._running, self._tell, self._spawn)
 
@@ -130,6 +131,7 @@ class Reign:
                 self._commands.run(self._driver),
                 self._watch_gateways(),
                 self._probe(),
+                self._watch_tickets(),
                 self._reload_when(reload),
                 self._metadata.read_missing(self._configuration.registry),
             ):
@@ -192,6 +194,13 @@ class Reign:
                 log.warning("gateway is gone: its tickets and leases end", extra={"gateway": gateway})
                 await self._store.sweep(gateway)
             await asyncio.sleep(self._settings.heartbeat)
+
+    async def _watch_tickets(self) -> None:
+        driver, settings = self._driver, self._settings
+        watchdog = Watchdog(
+            self._store, lambda: driver.state, lambda: driver.looked_ms, driver.look, 2 * settings.reread
+        )
+        await watchdog.run(settings.heartbeat, round(settings.leader_ttl * 1000))
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)

@@ -5,7 +5,7 @@ from typing import Any
 from llamastead.gateway.catalog import Catalog, CatalogModel
 from llamastead.shared.clock import wall_s
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import Source, WireStatus
+from llamastead.shared.words import InstanceState, Source, WireStatus
 
 
 def list_models(catalog: Catalog) -> dict[str, Any]:
@@ -60,6 +60,7 @@ def _status(model: CatalogModel) -> dict[str, Any]:
         "preset": model.preset,
         "state": model.state,
     }
+    status |= _standing(model)
     if model.failed:
         status |= {"exit_code": model.exit_code, "failed": True}
     if model.status is WireStatus.UNLOADED:
@@ -68,6 +69,29 @@ def _status(model: CatalogModel) -> dict[str, Any]:
     if model.progress and model.status is WireStatus.LOADING:
         status["progress"] = dict(model.progress)
     return status
+
+
+def _standing(model: CatalogModel) -> dict[str, Any]:
+    """Return four things that are easily taken for one another, and who may go when room is wanted.
+
+    `resident`: weights are in memory. `asleep`: the process lives and has given them back. `ready`: a request
+    is let in at once. `evictable`: it may go for another model; if not, `spared` is what keeps it, as the
+    supervisor saw it last.
+    """
+    asleep = model.state == InstanceState.SLEEPING
+    standing: dict[str, Any] = {
+        "configured": True,
+        "resident": model.running and not asleep and model.state not in _STARTS,
+        "asleep": asleep,
+        "ready": model.state == InstanceState.READY,
+    }
+    if model.running:
+        standing |= {"evictable": model.evictable} | ({"spared": model.spared} if model.spared else {})
+        standing |= {"pid": model.pid} if model.pid else {}
+    return standing
+
+
+_STARTS = frozenset({InstanceState.STARTING, InstanceState.LOADING, InstanceState.WAKING})
 
 
 def model_info(model: CatalogModel) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llamastead.shared.settings import Settings
 
-LIMITS = ("max_wait", "queue_limit", "queue_limit_total", "queue_timeout")
+LIMITS = ("max_wait", "min_residence", "queue_limit", "queue_limit_total", "queue_timeout", "stop_timeout")
 
 
 def router_props(settings: Settings, herd: Mapping[str, str]) -> dict[str, Any]:

@@ -8,8 +8,16 @@ from redis.asyncio import Redis
 
 from llamastead.shared.store.errors import Code, refusal
 from llamastead.shared.store.keys import Keys
-from llamastead.shared.store.parse import demands, lease_id, messages
-from llamastead.shared.store.records import Cursors, Demand, Granted, HeartbeatResult, Messages, Waiting
+from llamastead.shared.store.parse import WAIT_FIELDS, demands, lease_id, messages, wait
+from llamastead.shared.store.records import (
+    Cursors,
+    Demand,
+    Granted,
+    HeartbeatResult,
+    Messages,
+    Wait,
+    Waiting,
+)
 from llamastead.shared.store.scripts import Scripts
 from llamastead.shared.words import UseKind
 
@@ -217,6 +225,17 @@ class GatewayStore:
         """Return who waits: model → its tickets, the entry that came first standing first."""
         now_ms, entries = await self._scripts.call("read_queue", {"queue": self._keys.queue}, {})
         return demands(now_ms, entries)
+
+    async def read_waits(self) -> tuple[int, dict[str, Wait]]:
+        """Return Redis's time and why models are waited for, as the supervisor wrote it; two round trips."""
+        names = cast("list[str]", await self._redis.zrange(self._keys.models, 0, -1))
+        pipeline = self._redis.pipeline()
+        pipeline.time()
+        for name in names:
+            pipeline.hmget(self._keys.model(name), WAIT_FIELDS)
+        (seconds, micros), *found = await pipeline.execute()
+        waits = {name: wait(values) for name, values in zip(names, found, strict=True) if values[0]}
+        return seconds * 1000 + micros // 1000, waits
 
     async def read_instances(self) -> dict[str, dict[str, str]]:
         """Return every instance, oldest first, id → fields; two round trips."""

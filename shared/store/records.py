@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamastead.shared.words import UseKind
+from llamastead.shared.words import UseKind, WaitReason
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,22 @@ class Demand:
     first_ms: int
     tickets: tuple[Ticket, ...]
     expired: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Why a queue entry waits. `reason` None is a fault: the supervisor knows none.
+
+    `blockers` is instance → model of what is in its way, `until_ms` when that ends by itself, if known.
+    `since_ms` is its first arrival, `rank_ms` what orders the queue; `ordered`: its load was asked for.
+    """
+
+    reason: WaitReason | None
+    blockers: Mapping[str, str]
+    until_ms: int | None
+    since_ms: int
+    rank_ms: int
+    ordered: bool
 
 
 @dataclass(frozen=True)

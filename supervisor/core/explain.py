@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from llamastead.shared.waiting import sentence
-from llamastead.shared.words import WaitReason
+from llamastead.shared.words import InstanceState, WaitReason
 from llamastead.supervisor.core import queue
-from llamastead.supervisor.core.state import State
+from llamastead.supervisor.core.reasons import Verdict
+from llamastead.supervisor.core.state import Ask, Instance, State
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,27 @@ def unexplained(state: State) -> tuple[str, ...]:
     return tuple(entry.model for entry in queue.entries(state) if entry.model not in state.waits)
 
 
+def spared(state: State, now: float) -> dict[str, Verdict | None]:
+    """Return of each instance what keeps it from being sent away for another model now (None: it may go)."""
+    wanted = {entry.model for entry in queue.entries(state)}
+    return {name: _spared(state, instance, wanted, now) for name, instance in state.instances.items()}
+
+
+def _spared(state: State, instance: Instance, wanted: set[str], now: float) -> Verdict | None:
+    if instance.state is InstanceState.STOPPING or instance.ask is Ask.STOP:
+        return Verdict.LEAVING
+    candidate = queue.candidate(state, instance, wanted)
+    if candidate.spared is None and candidate.held_until(state.policy.max_wait) > now:
+        return Verdict.RESIDENCE
+    return candidate.spared
+
+
 def _row(state: State, position: int, entry: queue.Entry, now: float) -> Explanation:
     wait = state.waits.get(entry.model)
     demand = state.demands.get(entry.model)
-    reason, blockers, until = (wait.reason, wait.blockers, wait.until) if wait else (None, (), None)
-    held = tuple(state.instances[name].model for name in blockers if name in state.instances)
+    reason, until = (wait.reason, wait.until) if wait else (None, None)
+    blockers = tuple(name for name in wait.blockers if name in state.instances) if wait else ()
+    held = tuple(state.instances[name].model for name in blockers)
     return Explanation(
         position=position,
         model=entry.model,
