@@ -26,7 +26,7 @@ from llamastead.cli.survey import (
     preset,
     read_herd,
     read_models,
-    resident,
+    running,
     without_secrets,
 )
 from llamastead.cli.watch import Watch
@@ -89,7 +89,7 @@ async def survey(http: httpx.AsyncClient, url: str, local: bool) -> dict[str, An
         "herd": await read_herd(http),
         "presets": [preset(entry) for entry in models.values()],
         "memory": host_memory() if local else None,
-        "resident": resident(models),
+        "running": running(models),
         "steps": [],
     }
 
@@ -141,7 +141,7 @@ class _Run:
         stepping = asyncio.create_task(self._steps(steps))
         try:
             await asyncio.wait((watching, stepping), return_when=asyncio.FIRST_COMPLETED)
-            if not stepping.done():
+            if watching.done():
                 await watching
             return await stepping
         finally:
@@ -160,19 +160,25 @@ class _Run:
         return done
 
     async def _step(self, number: int, models: list[str]) -> dict[str, Any]:
-        before = resident(await read_models(self._http, models))
+        before = running(await read_models(self._http, models))
         began = time.monotonic()
         answers = await asyncio.gather(
             *(self._ask(model, f"{self._id}-{number}-{place}") for place, model in enumerate(models, start=1))
         )
-        after = await self._settled(answers)
+        listed = await self._settled(answers)
+        changes = self._watch.take()
+        ended = {change.instance for change in changes if change.status == "unloaded"}
+        for answer in answers:
+            pid = listed[answer.model]["status"].get("pid")
+            if answer.process is None and pid and answer.instance and answer.instance not in ended:
+                answer.process = {"model": answer.model, "pid": pid}
         return {
             "step": number,
             "models": models,
             "before": before,
             "answers": [asdict(answer) for answer in answers],
-            "events": [change.record(began) for change in self._watch.take()],
-            "after": after,
+            "events": [change.record(began) for change in changes],
+            "after": running(listed),
         }
 
     async def _ask(self, model: str, request_id: str) -> Answer:
@@ -182,8 +188,8 @@ class _Run:
             answer.process = await self._machine.process(answer.instance)
         return answer
 
-    async def _settled(self, answers: list[Answer]) -> dict[str, str]:
-        """Return what is resident once events and listing tell all that the answers were the end of."""
+    async def _settled(self, answers: list[Answer]) -> dict[str, dict[str, Any]]:
+        """Return the models once events and listing tell all that the answers were the end of."""
         loaded = {answer.model for answer in answers if answer.path == "cold"}
         gives_up_at = time.monotonic() + SETTLE_S
         while True:
@@ -196,7 +202,7 @@ class _Run:
             )
             told = loaded <= {change.model for change in self._watch.seen if change.status == "loaded"}
             if (agreed and told) or time.monotonic() > gives_up_at:
-                return resident(models)
+                return models
             await asyncio.sleep(LOOK_S)
 
 

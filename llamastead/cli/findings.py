@@ -130,6 +130,6 @@ def _residency(record: Record) -> Iterator[str]:
     most = max(len(step["after"]) for step in record["steps"])
     limit = record["herd"]["limits"]["models_max"]
     yield (
-        f"At the ends of the steps at most {most} model{'s were' if most != 1 else ' was'} resident; "
+        f"At the ends of the steps at most {most} model{'s' if most != 1 else ''} had a process; "
         + (f"the limit is {limit}." if limit else "there is no limit.")
     )

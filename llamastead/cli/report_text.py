@@ -7,15 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llamastead.cli.findings import conclusions, figures, not_observed, what_happened
+from llamastead.shared.words import WIRE_STATUS, WireStatus
 
 Record = dict[str, Any]
 
+# States in which a process has all of its weights in memory.
+RESIDENT: frozenset[str] = frozenset(
+    state for state, wire in WIRE_STATUS.items() if wire is WireStatus.LOADED
+)
 NOTE = (
     "A cold answer waited for room and for its model's load; a hot one found the model loaded. The "
     "difference is the price of residency and no difference in computing speed."
 )
 # An underscore within a word marks nothing.
 _MARKS = re.compile(r"[\\`*<>\[\]|]|(?<!\w)_|_(?!\w)")
+PROCESSES = (
+    "Processes, each after its last answer. Resident memory counts pages of mapped model files, and nothing "
+    "that lies on a GPU."
+)
 SIGNATURES = ("Carried out by", "Accepted by")
 
 
@@ -84,7 +93,7 @@ def _memory(record: Record) -> Iterator[str]:
             (instance, p["model"], str(p["pid"]), _steps_of(record, instance), size(p.get("rss_bytes")))
             for instance, p in processes.items()
         ]
-        yield from ("Processes, each after its last answer:", "")
+        yield from (PROCESSES, "")
         yield from _table(("process", "model", "pid", "answered in step", "resident memory"), rows)
         started = [(instance, p["args"]) for instance, p in processes.items() if p.get("args")]
         if started:
@@ -129,7 +138,7 @@ def _events(record: Record) -> Iterator[str]:
         )
         for step in record["steps"]
     ]
-    yield from _table(("step", "loads and stops", "resident before", "resident after"), rows)
+    yield from _table(("step", "loads and stops", "processes before", "processes after"), rows)
 
 
 def _figures(record: Record) -> Iterator[str]:
@@ -151,18 +160,13 @@ def _figures(record: Record) -> Iterator[str]:
 
 def _available(record: Record) -> Iterator[str]:
     yield from ("## Configured, resident, ready", "")
-    at_last = record["steps"][-1]["after"] if record["steps"] else record["resident"]
+    at_last = record["steps"][-1]["after"] if record["steps"] else record["running"]
     names = dict.fromkeys([*(entry["model"] for entry in record["presets"]), *at_last])
-    rows = [
-        (
-            name,
-            "yes",
-            at_last.get(name, "no"),
-            "yes" if at_last.get(name) == "ready" else "no",
-        )
-        for name in names
-    ]
-    yield from _table(("model", "configured", "resident", "ready"), rows)
+    rows = []
+    for name in names:
+        state = at_last.get(name, "none")
+        rows.append((name, "yes", state, _yes(state in RESIDENT), _yes(state == "ready")))
+    yield from _table(("model", "configured", "process", "resident", "ready"), rows)
 
 
 def _conclusions(record: Record) -> Iterator[str]:
@@ -195,8 +199,12 @@ def _event(event: Record) -> str:
     return f"{time(event['at_ms'])}: {words}"
 
 
-def _states(resident: dict[str, str]) -> str:
-    return ", ".join(f"{name} {state}" for name, state in resident.items()) or "none"
+def _states(running: dict[str, str]) -> str:
+    return ", ".join(f"{name} {state}" for name, state in running.items()) or "none"
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
 
 
 def _limit(name: str, value: Any) -> str:

@@ -48,8 +48,8 @@ async def read_herd(http: httpx.AsyncClient) -> dict[str, Any]:
     }
 
 
-def resident(models: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the models that have a process, each with its state."""
+def running(models: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the models that have a process, each with the state of it."""
     return {
         name: entry["status"].get("state") or entry["status"]["value"]
         for name, entry in models.items()
