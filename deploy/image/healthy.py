@@ -31,7 +31,7 @@ def herd(role: str) -> bool:
     with connect_sync(url, socket_timeout=PATIENCE_S, connect_timeout=PATIENCE_S) as redis:
         if role == "supervisor":
             leads = redis.exists(keys.leader, keys.herd) == 2
-            return leads and redis.hget(keys.leadership, "ready") != "0"
+            return leads and redis.hget(keys.leadership, "ready") != b"0"
         return bool(redis.zcount(keys.workers, wall_ms() - SILENCE_MS, "+inf"))
 
 
