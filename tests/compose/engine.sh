@@ -135,7 +135,7 @@ END
 bases() {
   debian
   python
-  stand_in redis:7 - <<END
+  stand_in redis:7 "$dir/client" <<END
 FROM debian:$suite-slim
 RUN apt-get update && apt-get install -y --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \
  && mkdir -p /data && chown redis:redis /data
@@ -143,7 +143,7 @@ WORKDIR /data
 VOLUME /data
 CMD ["redis-server"]
 END
-  stand_in nginx:1 - <<END
+  stand_in nginx:1 "$dir/client" <<END
 FROM debian:$suite-slim
 RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/*
 END
