@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.1
 RETRY_AFTER_S = 5
+BROKEN_AFTER = 5
+"""So many errors of an engine, and no right answer since its load, make it broken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +76,7 @@ class Admission:
         `instance_key` makes an API key from an instance's id and nonce, or raises ApiError; `register` sends
         a heartbeat now; `tasks` runs what goes on behind the requests.
         """
-        self.leases = Leases(settings.linger, self._release)
+        self.leases = Leases(settings.linger, self._release, self._report)
         self._store = store
         self._gateway = gateway
         self._instance_key = instance_key
@@ -360,6 +362,9 @@ class Admission:
     def _release(self, lease: Lease) -> None:
         self._spawn(self._release_ids(lease))
 
+    def _report(self, instance: str, right: bool) -> None:
+        self._spawn(self._tell(self._store.report(instance, right, BROKEN_AFTER)))
+
     async def _release_ids(self, lease: Lease) -> None:
         for lease_id in lease.ids:
             await self._tell(self._store.release(lease.place.instance, self._gateway, lease_id, lease.used))
@@ -370,7 +375,7 @@ class Admission:
         else:
             self._tasks.create_task(work)
 
-    async def _tell(self, call: Awaitable[bool]) -> None:
+    async def _tell(self, call: Awaitable[object]) -> None:
         try:
             await call
         except (StoreError, RedisError, OSError) as problem:

@@ -12,10 +12,11 @@ from redis.exceptions import RedisError
 from llamastead.shared.errors import ApiError
 from llamastead.shared.store.errors import NoHerd, StoreError, UnknownModel
 from llamastead.shared.store.gateway import GatewayStore
-from llamastead.shared.words import Source, WireStatus
+from llamastead.shared.words import InstanceState, Source, WireStatus
 
 log = logging.getLogger(__name__)
 
+LEAVING = frozenset({InstanceState.DRAINING, InstanceState.STOPPING, InstanceState.STOP_FAILED})
 RUNNING = frozenset({WireStatus.LOADING, WireStatus.LOADED, WireStatus.SLEEPING})
 
 
@@ -49,6 +50,11 @@ class CatalogModel:
     def running(self) -> bool:
         """True when a request needs no new load."""
         return self.status in RUNNING
+
+    @property
+    def leaving(self) -> bool:
+        """True while its instance drains or stops: a request may find it, or have it loaded again."""
+        return self.state in LEAVING
 
 
 def parse_model(fields: Mapping[str, str]) -> CatalogModel:

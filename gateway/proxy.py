@@ -23,6 +23,9 @@ Send = Callable[[Message], Awaitable[None]]
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """The largest request body taken, unless the constructor is told otherwise."""
 
+AUTOLOAD_HEADER = b"x-llamastead-autoload"
+"""Does what `?autoload=` does, where a client can't change the address."""
+
 _ADDRESS_TRIES = 3
 _SHOWN_CHARS = 200
 
@@ -88,9 +91,9 @@ class Proxy:
         return model
 
     def _check_loading(self, model: CatalogModel, scope: Scope, query: dict[str, str]) -> None:
-        if model.running:
+        if model.running and not model.leaving:
             return
-        asked = query.get("autoload")
+        asked = query.get("autoload") or _header(scope["headers"], AUTOLOAD_HEADER)
         may_load = asked in ("true", "1") if asked else self._autoload and route_of(scope).may_load
         if not may_load:
             raise ApiError(400, "model is not loaded", {"param": "model"})
@@ -109,6 +112,7 @@ class Proxy:
                     claim = await self._admission.refused(claim)
             else:
                 raise ApiError(503, f"no instance of '{model}' could be reached", retry_after=1)
+            claim.answered(response.status)
             try:
                 await _relay(response, claim, scope, send)
             finally:
@@ -173,6 +177,10 @@ def _log_failure(claim: Claim, scope: Scope, problem: Exception) -> None:
 
 def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
     return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+
+def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
 
 
 def _target(scope: Scope) -> bytes:

@@ -10,7 +10,7 @@ from llamastead.shared.errors import ApiError
 from llamastead.shared.store.connect import BLOCK_MS
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Command
-from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered
+from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered, Unresponsive
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.logfiles import log_path, read_log
 
@@ -56,6 +56,10 @@ class Commands:
         if not command.gateway:
             if command.verb == "metadata":
                 await self._on_metadata(command.fields["identity"])
+            elif command.verb == "broken":
+                errors = command.fields["errors"]
+                reason = f"answered {errors} requests with errors and none right since its load"
+                driver.put(Unresponsive(command.fields["instance"], reason))
             await self._store.done([command.id])
             return
         self._asked_by[command.id] = command.gateway

@@ -43,6 +43,7 @@ KNOBS: dict[str, object] = {
     "token_gate": None,  # a path: all tokens but the first come only once it exists
     "prompt_seconds": 0.0,  # before the first token
     "stderr_lines": 0,  # noise at start
+    "status": None,  # POSTs are refused with this status
     "echo": False,  # POSTs are answered with what arrived: method, path, headers, body
     "n_ctx": 512,
 }

@@ -151,6 +151,18 @@ class GatewayStore:
         )
         return bool(reply)
 
+    async def report(self, instance: str, right: bool, broken_after: int) -> int:
+        """Note how an instance answered inference; return its errors so far, 0 once an answer was right.
+
+        `broken_after` errors with no right answer since its load tell the supervisor that it is broken.
+        """
+        reply = await self._scripts.call(
+            "report",
+            {"instance_key": self._keys.instance(instance), "commands": self._keys.commands},
+            {"instance": instance, "right": int(right), "broken_after": broken_after},
+        )
+        return int(reply)
+
     async def give_back(self, model: str, ticket: str, gateway: str) -> bool:
         """Take a ticket out of the queue, or undo what an `acquire` of unknown outcome booked under this id.
 

@@ -140,7 +140,8 @@ class Command:
     """Something asked of the supervisor.
 
     Verbs of gateways: load, unload, logs, … (`gateway` set: answer it). Verbs that scripts and jobs write (no
-    answer): demand{model}, left{model}, idle{instance, last_used_ms}, metadata{identity, model}. `expired`:
+    answer): demand{model}, left{model}, idle{instance, last_used_ms}, broken{instance, errors},
+    metadata{identity, model}. `expired`:
     its deadline had passed when it was read; answer so and do nothing.
     """
 

@@ -170,7 +170,7 @@ def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
 
 
 def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) -> None:
-    """End an instance that accepts and never answers; it counts as crashed."""
+    """End an instance that never answers, or never right; it counts as crashed."""
     if instance.state not in {S.READY, S.DRAINING}:
         return
     old = instance.leaving or Leaving(EndClass.CRASHED)
