@@ -153,12 +153,15 @@ async def test_a_model_that_cannot_load_is_part_of_the_record(stead: Herd) -> No
 
 
 async def test_a_herd_that_is_known_by_its_address(stead: Herd) -> None:
-    """Drill by URL: the same facts but for this machine's memory, and nothing is left in the run folder."""
-    kept = (stead.run_dir / "drill.json").read_bytes()
+    """Drill by URL: the pid is known, its machine's memory is not, and the run folder is left alone."""
+    kept = stead.run_dir / "drill.json"
+    kept.write_text("of another drill")
     record = await drill(stead, "C", "C", "--url", f"127.0.0.1:{stead.ports[0]}")
     assert [step["answers"][0]["path"] for step in record["steps"]] == ["cold", "hot"]
+    processes = [step["answers"][0]["process"] for step in record["steps"]]
+    assert processes == [{"model": "C", "pid": int((await stead.instance("C"))["pid"])}] * 2
     assert record["memory"] is None
-    assert (stead.run_dir / "drill.json").read_bytes() == kept
+    assert kept.read_text() == "of another drill"
 
 
 async def test_an_unknown_model_ends_it_before_it_begins(stead: Herd) -> None:
