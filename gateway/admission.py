@@ -301,10 +301,12 @@ class Admission:
             self._refuse_granted(line, [waiter.ticket], problem)
             return
         place = Place(line.model, granted.instance, granted.address, key)
-        lease = self.leases.book(place, waiter.ticket)
+        peek = waiter.kind is UseKind.PEEK
+        lease = self.leases.book(place, waiter.ticket, warm=not peek)
         if line.waiters.pop(waiter.ticket, None) is not None:
             self._let_in(waiter, lease, "cold" if waiter.first_arrival_ms else "hot", 0)
-        self._let_in_newcomers(line, lease)
+        if not peek:
+            self._let_in_newcomers(line, lease)
         lease.settle()
 
     def _refuse_granted(self, line: Line | None, tickets: list[str], problem: ApiError) -> None:

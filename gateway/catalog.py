@@ -52,6 +52,11 @@ class CatalogModel:
         return self.status in RUNNING
 
     @property
+    def asleep(self) -> bool:
+        """True while its engine sleeps: what it can't answer asleep wakes it."""
+        return self.status is WireStatus.SLEEPING
+
+    @property
     def leaving(self) -> bool:
         """True while its instance drains or stops: a request may find it, or have it loaded again."""
         return self.state in LEAVING

@@ -177,8 +177,9 @@ class Leases:
         """Return the lease that a request for `model` may share right now."""
         return self._warm.get(model)
 
-    def book(self, place: Place, lease_id: str) -> Lease:
-        """Note a lease that Redis granted, and make it the one for newcomers.
+    def book(self, place: Place, lease_id: str, *, warm: bool = True) -> Lease:
+        """Note a lease that Redis granted, and make it the one for newcomers unless `warm` is False: then its
+        instance may sleep.
 
         The caller claims it or calls `settle`.
         """
@@ -190,7 +191,8 @@ class Leases:
         if lease_id not in lease.ids:
             lease.ids.append(lease_id)
         lease.retired = False
-        self._warm[place.model] = lease
+        if warm:
+            self._warm[place.model] = lease
         return lease
 
     def retire(self, instance: str) -> None:

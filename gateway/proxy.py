@@ -91,10 +91,12 @@ class Proxy:
         return model
 
     def _check_loading(self, model: CatalogModel, scope: Scope, query: dict[str, str]) -> None:
-        if model.running and not model.leaving:
+        route = route_of(scope)
+        would_wake = model.asleep and route.use is not UseKind.PEEK and not route.may_load
+        if model.running and not model.leaving and not would_wake:
             return
         asked = query.get("autoload") or _header(scope["headers"], AUTOLOAD_HEADER)
-        may_load = asked in ("true", "1") if asked else self._autoload and route_of(scope).may_load
+        may_load = asked in ("true", "1") if asked else self._autoload and route.may_load
         if not may_load:
             raise ApiError(400, "model is not loaded", {"param": "model"})
 

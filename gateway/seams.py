@@ -22,6 +22,11 @@ class CatalogModel(Protocol):
         ...
 
     @property
+    def asleep(self) -> bool:
+        """True while its engine sleeps: what it can't answer asleep wakes it."""
+        ...
+
+    @property
     def leaving(self) -> bool:
         """True while its instance drains or stops: a request may find it, or have it loaded again."""
         ...

@@ -62,10 +62,14 @@ class EndClass(StrEnum):
 
 
 class UseKind(StrEnum):
-    """What a request is to the scheduler: inference counts as use, a read only protects from being cut."""
+    """What a request is to the scheduler: inference counts as use, a read only protects from being cut.
+
+    A peek is a read that a sleeping engine answers, and sleeps on.
+    """
 
     INFERENCE = "inference"
     READ = "read"
+    PEEK = "peek"
 
 
 class Source(StrEnum):

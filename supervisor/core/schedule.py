@@ -15,6 +15,7 @@ from llamastead.supervisor.core.actions import (
     Grant,
     Start,
     TryDrain,
+    TrySleep,
     TryStop,
     TryUndrain,
     Wake,
@@ -41,6 +42,7 @@ def look(draft: Draft) -> None:
     _send_vanished_away(draft)
     _grant(draft)
     _send_ordered_away(draft)
+    _lie_down(draft)
     _end_idle(draft)
     _plan(draft)
     _undrain(draft)
@@ -132,6 +134,18 @@ def _grant(draft: Draft) -> None:
         if instance.state is S.READY and not instance.ask and instance.model in draft.state.demands:
             draft.set(instance, ask=Ask.GRANT)
             draft.do(Grant(instance.id, instance.model))
+
+
+def _lie_down(draft: Draft) -> None:
+    """Make asleep for all whose engine sleeps and whom nobody holds: the line came while somebody did, or
+    those it was woken for have left, or asked what it answers in its sleep.
+    """
+    for instance in _instances(draft):
+        held = instance.leases or instance.leaving or instance.ask or instance.stale
+        awake = instance.state is S.READY or instance.state is S.WAKING
+        if instance.drowsy and awake and not held:
+            draft.change(instance, Change.ASLEEP, ask=Ask.SLEEP)
+            draft.do(TrySleep(instance.id))
 
 
 def _plan(draft: Draft) -> None:

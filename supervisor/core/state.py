@@ -106,8 +106,9 @@ class Instance:
 
     `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready;
     `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease
-    was ever held on it; `resting` that it sleeps and has given its bytes back; `stale` that the last
-    refusal said nothing that helps, so no script is tried before facts are read again.
+    was ever held on it; `drowsy` that its engine said it sleeps, and nothing since; `resting` that it sleeps
+    for all and has given its bytes back; `stale` that the last refusal said nothing that helps, so no script
+    is tried before facts are read again.
     """
 
     id: str
@@ -127,6 +128,7 @@ class Instance:
     ask: Ask | None = None
     leaving: Leaving | None = None
     stale: bool = False
+    drowsy: bool = False
     resting: bool = False
 
 

@@ -616,6 +616,31 @@ def test_a_sleeper_is_woken_through_admission() -> None:
     assert other.of("a").state is S.SLEEPING
 
 
+def test_a_sleeper_whose_wakers_have_left_sleeps_on() -> None:
+    """A is woken for one who leaves before its engine notices; B falls asleep while a read holds it: both are
+    asleep as soon as nobody holds them, without another word of their engines.
+    """
+    herd = Herd("a", "b")
+    ready(herd, "a")
+    ready(herd, "b")
+    a, b = herd.of("a").id, herd.of("b").id
+    herd.do(ev.FellAsleep(a), at=10.0)
+    herd.do(ev.Slept(a))
+    herd.ask("a", at=20.0)
+    herd.waiting.clear()
+    herd.claims[a] = herd.claims[b] = Claims(1)
+    herd.do(ev.Granted(a, 1))
+    herd.see()
+    assert herd.do(ev.FellAsleep(b), at=21.0) == ()
+    assert (herd.of("a").state, herd.of("b").state) == (S.WAKING, S.READY)
+    herd.claims.clear()
+    assert set(herd.see(at=22.0)) == {act.TrySleep(a), act.TrySleep(b)}
+    herd.do(ev.Slept(a))
+    herd.do(ev.SleepRefused(b, 1))
+    assert (herd.of("a").state, herd.of("b").state) == (S.SLEEPING, S.READY)
+    assert herd.see(at=23.0) == (act.TrySleep(b),)
+
+
 def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     """A sleeps, lacks the bytes to wake and is asked for; B needs a slot: B takes the idle C, not the
     wanted A.

@@ -150,6 +150,7 @@ class FakeModel:
 
     name: str
     running: bool = True
+    asleep: bool = False
     leaving: bool = False
 
 
