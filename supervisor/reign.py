@@ -132,6 +132,7 @@ class Reign:
                 self._watch_gateways(),
                 self._probe(),
                 self._watch_tickets(),
+                self._ask_holders_again(),
                 self._reload_when(reload),
                 self._metadata.read_missing(self._configuration.registry),
             ):
@@ -201,6 +202,12 @@ class Reign:
             self._store, lambda: driver.state, lambda: driver.looked_ms, driver.look, 2 * settings.reread
         )
         await watchdog.run(settings.heartbeat, round(settings.leader_ttl * 1000))
+
+    async def _ask_holders_again(self) -> None:
+        """Make good what was missed of the holders' words: each tells its state again, news or not."""
+        while True:
+            await asyncio.sleep(self._settings.reread)
+            self._holders.look_again()
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)

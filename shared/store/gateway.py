@@ -97,8 +97,9 @@ class GatewayStore:
     ) -> Granted | Waiting:
         """Claim the model's instance, or stand in the queue for it.
 
-        READY, or SLEEPING for a peek, and not `not_instance`: a lease is booked whose id is the ticket's (over
-        an older lease of this gateway there; see `release`). Anything else: the ticket is enrolled and the supervisor told.
+        READY, or SLEEPING for a peek, and not `not_instance`: a lease is booked whose id is the ticket's
+        (over an older lease of this gateway there; see `release`). Anything else: the ticket is enrolled and
+        the supervisor told.
         `deadline_ms` counts from now; what waits longer is failed by the supervisor. `first_arrival_ms`
         enrols a lost ticket with its old place. Calling again with the same ticket is harmless; a call of
         unknown outcome is undone by `give_back`. Raises NoHerd, UnknownModel, Unregistered, QueueFull.
