@@ -144,7 +144,10 @@ async def _relay(response: Response, claim: Claim, scope: Scope, send: Send) -> 
     headers = response_headers(response.status, response.headers, claim, request_id(scope))
     tail = b""
     try:
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        start = {"type": "http.response.start", "status": response.status, "headers": headers}
+        if response.arrived:
+            start["body_follows"] = True
+        await send(start)
         while True:
             data = await response.read()
             ended = response.ended

@@ -77,6 +77,11 @@ class Connection(asyncio.Protocol):
         return self._done and not self._parts
 
     @property
+    def arrived(self) -> bool:
+        """True when a piece of the body waits to be read."""
+        return bool(self._parts)
+
+    @property
     def reusable(self) -> bool:
         """True when the last exchange ended cleanly and neither side wants to close."""
         return (
@@ -261,6 +266,11 @@ class Response:
     def ended(self) -> bool:
         """True when all of the body was read."""
         return self._connection is None or self._connection.ended
+
+    @property
+    def arrived(self) -> bool:
+        """True when a piece of the body waits to be read."""
+        return self._connection is not None and self._connection.arrived
 
     async def read(self) -> bytes:
         """Return the next bytes of the body as they come, empty at its end. Raises UpstreamDied."""
