@@ -1,6 +1,8 @@
 """docker-compose.yml as a user starts it: one stack for the whole module, which every test leaves healthy."""
 
+import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from compose_clients import BackgroundStream, Load, Streamed, stream_chat
-from compose_stack import LASTING, PATIENCE_S, Stack, docker, kill, stack, until
+from compose_stack import LASTING, PATIENCE_S, ROOT, Stack, docker, kill, stack, until
 from tiny import tiny_model_bytes
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
@@ -146,10 +148,11 @@ def test_redis_cli_reads_the_state(herd: Stack) -> None:
 
 
 def test_the_command_works_inside_the_containers(herd: Stack) -> None:
-    """`docker compose exec supervisor llamastead redis …` reaches Redis without being told a password."""
-    assert (
-        herd.compose("exec", "-T", "supervisor", "llamastead", "redis", "EXISTS", "llamastead:leader") == "1"
-    )
+    """`docker compose exec … llamastead` reaches Redis and a gateway without being told any password."""
+    redis = herd.compose("exec", "-T", "supervisor", "llamastead", "redis", "EXISTS", "llamastead:leader")
+    assert redis == "1"
+    models = herd.compose("exec", "-T", "gateway", "llamastead", "ps", "--json")
+    assert {DEMO, *TINY} <= {model["id"] for model in json.loads(models)}
 
 
 def test_a_clean_stop_leaves_nothing(herd: Stack) -> None:
@@ -165,3 +168,30 @@ def test_a_clean_stop_leaves_nothing(herd: Stack) -> None:
     herd.down()
     assert herd.leftovers() == ""
     assert docker("ps", "--quiet") == "" or herd.project not in docker("ps")
+
+
+def test_gpus_go_to_supervisor_and_worker(herd: Stack) -> None:
+    """compose.gpu.yml: one CUDA image for all roles, GPUs for supervisor and worker, the rest as it was."""
+    plain = json.loads(herd.compose("config", "--format", "json"))["services"]
+    files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(ROOT / "compose.gpu.yml"))
+    gpu = json.loads(herd.compose(*files, "config", "--format", "json"))["services"]
+    assert gpu.keys() == plain.keys()
+    for name, service in gpu.items():
+        devices = service.get("deploy", {}).pop("resources", {}).get("reservations", {}).get("devices", [])
+        assert bool(devices) == (name in ("supervisor", "worker")), name
+        if service["image"] == "llamastead:cuda":
+            assert service["build"]["dockerfile"] == "Dockerfile.llama"
+            assert service["build"]["args"]["LLAMA_IMAGE"].endswith(":server-cuda")
+        else:
+            assert service["image"] == plain[name]["image"]
+            assert name in ("redis", "balancer")
+
+
+def test_the_example_file_lists_what_the_compose_files_take() -> None:
+    """Every variable of .env.example is taken by a compose file, and every one that they take is in it."""
+    files = [(ROOT / name).read_text() for name in ("docker-compose.yml", "compose.gpu.yml")]
+    taken = [
+        names for text in files for names in re.findall(r"\$\{(\w+)|^ +(LLAMA\w+):$", text, re.MULTILINE)
+    ]
+    listed = re.findall(r"^#(LLAMA\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted({filled or passed_on for filled, passed_on in taken})
