@@ -1,5 +1,6 @@
 """The way of one proxied request: find its model, get a claim, carry the bytes, give the claim back."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -46,12 +47,13 @@ class Proxy:
         *,
         max_body: int = MAX_BODY_BYTES,
     ) -> None:
-        """Take the parts; `max_body` is the largest request body in bytes."""
+        """Take the parts; `max_body` is the largest request body in bytes. Requires: a running event loop."""
         self._catalog = catalog
         self._admission = admission
         self._pools = pools
         self._autoload = settings.models_autoload
         self._max_body = max_body
+        self._loop = asyncio.get_running_loop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Requires: authenticated, a known route, `scope["state"]` as in seams.py.
@@ -67,7 +69,7 @@ class Proxy:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"))) if scope["query_string"] else {}
             model = await self._find_model(body, query)
             self._check_loading(model, scope, query)
-            async with ClientWatch(receive):
+            async with ClientWatch(receive, self._loop):
                 await self._serve(scope, send, model.name, body or Body())
         except ClientGone:
             log.debug("client gone", extra={"request_id": request_id(scope)})
