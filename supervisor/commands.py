@@ -79,15 +79,17 @@ class Commands:
                 await self._refuse(command, ApiError(400, f"Unknown command '{command.verb}'"))
 
     async def _answer_logs(self, command: Command, model: str) -> None:
-        lines = min(int(command.fields.get("lines") or 200), LOG_LINES_MAX)
         try:
+            lines = min(int(command.fields.get("lines") or 200), LOG_LINES_MAX)
             piece = read_log(log_path(self._run_dir, model), lines, command.fields.get("offset", ""))
         except FileNotFoundError:
             await self._refuse(
                 command, ApiError(404, f"Model '{model}' has no log: it never ran on this herd")
             )
         except ValueError:
-            await self._refuse(command, ApiError(400, "offset must be one that an earlier answer gave"))
+            await self._refuse(
+                command, ApiError(400, "lines must be a number, offset one that an earlier answer gave")
+            )
         else:
             await self.answer(command.id, {"text": piece.text, "next": piece.next})
 

@@ -71,8 +71,8 @@ class Effects:
                 return [events.Granted(instance, await self._store.wake(instance, model))]
             case actions.TryStop(instance, end_class):
                 return [await self._stop(instance, end_class)]
-            case actions.TryDrain(instance):
-                return [await self._drain(instance)]
+            case actions.TryDrain(instance, _, ordered):
+                return [await self._drain(instance, ordered)]
             case actions.TryUndrain(instance):
                 granted = await self._store.undrain(instance)
                 return [
@@ -177,7 +177,11 @@ class Effects:
         log.info("instance stopping", extra={"instance": instance, "end_class": end_class})
         return events.StopGranted(instance)
 
-    async def _drain(self, instance: str) -> Event:
+    async def _drain(self, instance: str, ordered: bool) -> Event:
+        if ordered:
+            # A later leader must not take it back for want of an entry that needs its room.
+            model = self._running[instance].model
+            await self._store.put_instance(instance, {"drain_ordered": 1}, model, {})
         if not await self._store.drain(instance):
             return events.DrainRefused(instance)
         return events.Drained(instance, await self._claims(instance))

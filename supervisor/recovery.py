@@ -114,7 +114,7 @@ class Recovery:
             load_time=int(record.get("load_ms") or 0) / 1000,
             leases=leases,
             last_used=self.clock.monotonic(used_ms) if used_ms else None,
-            ordered=state is S.DRAINING,
+            ordered=record.get("drain_ordered") == "1",
             end_class=EndClass(record.get("end_class") or EndClass.STOPPED),
         )
 

@@ -742,3 +742,15 @@ def test_news_of_an_instance_that_is_gone_changes_nothing() -> None:
     for event in (ev.BecameReady("x"), ev.StopGranted("x"), exited("x"), ev.Granted("x", 3), ev.Moved("x")):
         assert herd.do(event) == ()
         assert herd.state == before
+
+
+def test_an_engine_that_outlives_its_holder_is_stop_failed():
+    """C58: report a ready instance as beyond KILL, as when its holder died: it counts, others wait."""
+    herd = Herd("a", "b", models_max=1)
+    herd.ask("a")
+    herd.serve("a")
+    own = herd.of("a").id
+    herd.do(ev.StopFailed(own), at=30.0)
+    herd.ask("b")
+    assert herd.state.instances[own].state is InstanceState.STOP_FAILED
+    assert list(herd.state.instances) == [own]

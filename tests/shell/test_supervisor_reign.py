@@ -141,6 +141,29 @@ async def test_a_fault_in_a_task_ends_the_reign_and_the_next_recovers(court, run
     await court.served("b")
 
 
+async def test_an_ordered_drain_outlives_the_reign_that_began_it(court):
+    """Order a busy model away, end the reign: under the next one it still drains, and goes once it is free."""
+    busy = await court.served("a")
+    await court.gateway.submit("unload", "g", 5000, {"model": "a"})
+
+    async def drains() -> bool:
+        return (await court.instance("a")).get("state") == "draining"
+
+    await court.until(drains)
+    number = await court.number()
+    await court.redis.delete(court.keys.leader)
+    await court.reigns_after(number)
+    assert await drains()
+    lease = await court.redis.hget(court.keys.leases(busy["id"]), "g")
+    await court.gateway.release(busy["id"], "g", lease.partition(":")[0], used=True)
+
+    async def gone() -> bool:
+        return not await court.instance("a")
+
+    await court.until(gone)
+    assert await court.redis.hget(court.keys.model("a"), "end_class") == "stopped"
+
+
 async def test_a_fault_over_a_holders_message_ends_the_reign_not_the_engine(court, run_dir, monkeypatch):
     """Fail once over what a holder tells: its connection is not taken for lost, its engine lives on."""
     before = await court.served("a")
