@@ -142,7 +142,7 @@ async def test_a_fault_in_a_task_ends_the_reign_and_the_next_recovers(court, run
 
 
 async def test_an_ordered_drain_outlives_the_reign_that_began_it(court):
-    """Order a busy model away, end the reign: under the next one it still drains, and goes once it is free."""
+    """Order a busy model away, end the reign: under the next one it still drains, and goes once free."""
     busy = await court.served("a")
     await court.gateway.submit("unload", "g", 5000, {"model": "a"})
 
