@@ -61,14 +61,17 @@ class Stack:
         return done.stdout.decode().strip()
 
     def logs(self, lines: int = 200) -> str:
-        """Return the last lines of every container."""
+        """Return what health checks said last of unhealthy containers, and the last lines of all containers."""
+        label = f"label=com.docker.compose.project={self.project}"
+        unwell = docker("ps", "--all", "--quiet", "--filter", label, "--filter", "health=unhealthy").split()
+        checks = [f"{known['Name']}: {known['State']['Health']}" for known in map(self.inspect, unwell)]
         done = subprocess.run(
             [*self.command, "logs", "--no-color", "--tail", str(lines)],
             capture_output=True,
             env=self.env,
             check=False,
         )
-        return done.stdout.decode(errors="replace")
+        return "\n".join([*checks, done.stdout.decode(errors="replace")])
 
     def up(self, *args: str) -> None:
         """Start, or scale, and wait until everything is healthy; images are never built or pulled here."""
