@@ -5,10 +5,13 @@ ARG PYTHON_IMAGE=python:3.12-slim
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
-COPY . .
+# What is locked comes first: a change of the code builds only what follows.
+COPY requirements.lock deploy/image/demo ./
 RUN python3 -m venv /opt/llamastead \
- && /opt/llamastead/bin/pip install ".[engine,demo]" \
- && sh deploy/image/demo /opt/llamastead /models
+ && /opt/llamastead/bin/pip install --require-hashes -r requirements.lock \
+ && sh demo /opt/llamastead /models
+COPY . .
+RUN /opt/llamastead/bin/pip install --no-deps --no-build-isolation .
 
 FROM ${PYTHON_IMAGE}
 # libgomp1: llama-server's threads.

@@ -51,3 +51,12 @@ lock:
 .PHONY: bench-policy
 bench-policy: dev
 	@$(run)/python -m bench.policy $(ARGS)
+
+# Llamastead beside llama-server's own router on this machine, in one table: ten minutes at most, or one.
+# REPORT=1 writes docs/measured.md; ARGS="--json" prints all values.
+.PHONY: bench bench-quick
+bench: dev
+	@$(run)/python -m bench $(if $(REPORT),--report docs/measured.md) $(ARGS)
+
+bench-quick: dev
+	@$(run)/python -m bench --quick $(ARGS)

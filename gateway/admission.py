@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.1
 RETRY_AFTER_S = 5
+BROKEN_AFTER = 5
+"""So many errors of an engine, and no right answer since its load, make it broken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +76,7 @@ class Admission:
         `instance_key` makes an API key from an instance's id and nonce, or raises ApiError; `register` sends
         a heartbeat now; `tasks` runs what goes on behind the requests.
         """
-        self.leases = Leases(settings.linger, self._release)
+        self.leases = Leases(settings.linger, self._release, self._report)
         self._store = store
         self._gateway = gateway
         self._instance_key = instance_key
@@ -202,7 +204,10 @@ class Admission:
         unadmitted = self._loop.call_later(
             self._settings.admission_timeout, self._if_unadmitted, line, waiter
         )
-        too_late = self._loop.call_later(self._settings.queue_timeout, self._if_too_late, line, waiter)
+        # The supervisor ends a wait that is too long, at its next look at the latest; this is for one that
+        # does not.
+        patience = self._settings.queue_timeout + self._settings.reread
+        too_late = self._loop.call_later(patience, self._if_too_late, line, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
@@ -230,11 +235,12 @@ class Admission:
     def _if_too_late(self, line: Line, waiter: Waiter) -> None:
         if not waiter.granted.done():
             seconds = f"{self._settings.queue_timeout:g}"
-            self._refuse_waiting(line, waiter, f"model '{line.model}' could not be served within {seconds} s")
+            message = f"model '{line.model}' could not be served within {seconds} s (queue-timeout)"
+            self._refuse_waiting(line, waiter, message, reason="queue_timeout", limit="queue-timeout")
 
-    def _refuse_waiting(self, line: Line, waiter: Waiter, message: str) -> None:
+    def _refuse_waiting(self, line: Line, waiter: Waiter, message: str, **fields: str) -> None:
         # It stays in its line until its own call ends, which gives the ticket back.
-        _refuse(waiter, ApiError(503, message, {"model": line.model}, retry_after=RETRY_AFTER_S))
+        _refuse(waiter, ApiError(503, message, {"model": line.model, **fields}, retry_after=RETRY_AFTER_S))
 
     # --- asking Redis
 
@@ -295,10 +301,12 @@ class Admission:
             self._refuse_granted(line, [waiter.ticket], problem)
             return
         place = Place(line.model, granted.instance, granted.address, key)
-        lease = self.leases.book(place, waiter.ticket)
+        peek = waiter.kind is UseKind.PEEK
+        lease = self.leases.book(place, waiter.ticket, warm=not peek)
         if line.waiters.pop(waiter.ticket, None) is not None:
             self._let_in(waiter, lease, "cold" if waiter.first_arrival_ms else "hot", 0)
-        self._let_in_newcomers(line, lease)
+        if not peek:
+            self._let_in_newcomers(line, lease)
         lease.settle()
 
     def _refuse_granted(self, line: Line | None, tickets: list[str], problem: ApiError) -> None:
@@ -356,6 +364,9 @@ class Admission:
     def _release(self, lease: Lease) -> None:
         self._spawn(self._release_ids(lease))
 
+    def _report(self, instance: str, right: bool) -> None:
+        self._spawn(self._tell(self._store.report(instance, right, BROKEN_AFTER)))
+
     async def _release_ids(self, lease: Lease) -> None:
         for lease_id in lease.ids:
             await self._tell(self._store.release(lease.place.instance, self._gateway, lease_id, lease.used))
@@ -366,7 +377,7 @@ class Admission:
         else:
             self._tasks.create_task(work)
 
-    async def _tell(self, call: Awaitable[bool]) -> None:
+    async def _tell(self, call: Awaitable[object]) -> None:
         try:
             await call
         except (StoreError, RedisError, OSError) as problem:

@@ -3,7 +3,9 @@
 import logging
 import os
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from itertools import count
+from typing import Any
 
 from redis.exceptions import RedisError
 from starlette.datastructures import QueryParams
@@ -38,6 +40,7 @@ class App:
         self._proxy = proxy
         self._keys = keys
         self._router = Router()
+        self._ids = _new_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Requires: scope types http and websocket only (the server runs no lifespan)."""
@@ -45,6 +48,7 @@ class App:
             await send({"type": "websocket.close", "code": 1000})
             return
         request_id, origin = _edge_headers(scope)
+        request_id = request_id or next(self._ids)
         if origin:
             send = allow_origin(send, origin)
         if scope["method"] == "OPTIONS":
@@ -91,9 +95,9 @@ class App:
             case Serves.MODEL:
                 return 200, show_model(gateway.catalog, rest)
             case Serves.PROPS:
-                return 200, router_props(gateway.settings, gateway.catalog.herd)
+                return 200, router_props(gateway.settings, gateway.catalog.herd, await self._devices())
             case Serves.QUEUE:
-                return 200, await show_queue(gateway.store)
+                return 200, await show_queue(gateway.store, gateway.id, gateway.admission.leases.busy())
             case Serves.LOAD:
                 body = await read_body(scope, receive)
                 return 200, await load_model(gateway.catalog, gateway.commands, body)
@@ -103,6 +107,13 @@ class App:
             case Serves.DISABLED:
                 return 403, {"error": {"message": "this feature is disabled", "type": "feature_disabled"}}
         raise ApiError(404, "File Not Found")
+
+    async def _devices(self) -> dict[str, dict[str, Any]]:
+        """Return the accounts of the host's memory; none while Redis is away: the rest can be told."""
+        try:
+            return await self._gateway.store.read_devices(self._gateway.catalog.herd.get("host", ""))
+        except RedisError:
+            return {}
 
     async def _logs(self, scope: Scope, receive: Receive, send: Send, name: str, request_id: str) -> None:
         gateway, query = self._gateway, _query(scope)
@@ -123,14 +134,20 @@ class App:
 
 
 def _edge_headers(scope: Scope) -> tuple[str, bytes]:
-    """Return the request's id, the client's own if it is a plain word, and its Origin, empty without one."""
+    """Return the client's own request id if it is a plain word, and its Origin; each empty without one."""
     request_id, origin = "", b""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             request_id = value.decode()
         elif name == b"origin":
             origin = value
-    return request_id or os.urandom(12).hex(), origin
+    return request_id, origin
+
+
+def _new_ids() -> Iterator[str]:
+    """Return request ids that nobody else gives: a random beginning and a count, no system call each."""
+    beginning = os.urandom(8).hex()
+    return (f"{beginning}{number:08x}" for number in count())
 
 
 def _query(scope: Scope) -> QueryParams:

@@ -12,10 +12,11 @@ from redis.exceptions import RedisError
 from llamastead.shared.errors import ApiError
 from llamastead.shared.store.errors import NoHerd, StoreError, UnknownModel
 from llamastead.shared.store.gateway import GatewayStore
-from llamastead.shared.words import Source, WireStatus
+from llamastead.shared.words import InstanceState, Source, WireStatus
 
 log = logging.getLogger(__name__)
 
+LEAVING = frozenset({InstanceState.DRAINING, InstanceState.STOPPING, InstanceState.STOP_FAILED})
 RUNNING = frozenset({WireStatus.LOADING, WireStatus.LOADED, WireStatus.SLEEPING})
 
 
@@ -31,19 +32,35 @@ class CatalogModel:
     path: str = ""
     args: tuple[str, ...] = ()
     preset: str = ""
+    revision: str = ""
     status: WireStatus = WireStatus.UNLOADED
     state: str = ""
     failed: bool = False
     exit_code: int | None = None
+    end_class: str = ""
     reason: str = ""
+    pid: int | None = None
+    evictable: bool = False
+    spared: str = ""
     progress: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
         """True when a request needs no new load."""
         return self.status in RUNNING
+
+    @property
+    def asleep(self) -> bool:
+        """True while its engine sleeps: what it can't answer asleep wakes it."""
+        return self.status is WireStatus.SLEEPING
+
+    @property
+    def leaving(self) -> bool:
+        """True while its instance drains or stops: a request may find it, or have it loaded again."""
+        return self.state in LEAVING
 
 
 def parse_model(fields: Mapping[str, str]) -> CatalogModel:
@@ -58,14 +75,20 @@ def parse_model(fields: Mapping[str, str]) -> CatalogModel:
         path=fields.get("path", ""),
         args=_words(fields, "args"),
         preset=fields.get("preset", ""),
+        revision=fields.get("revision", ""),
         status=WireStatus(fields.get("status") or WireStatus.UNLOADED),
         state=fields.get("state", ""),
         failed=fields.get("failed") == "1",
         exit_code=int(exit_code) if exit_code else None,
+        end_class=fields.get("end_class", ""),
         reason=fields.get("reason", ""),
+        pid=int(fields.get("pid") or 0) or None,
+        evictable=fields.get("evictable") == "1",
+        spared=fields.get("spared", ""),
         progress=json.loads(fields.get("progress") or "{}"),
         meta=json.loads(fields.get("meta") or "{}"),
         metadata=_metadata(fields),
+        memory=json.loads(fields.get("memory") or "{}"),
     )
 
 

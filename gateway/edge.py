@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from llamastead.gateway.joined import JoinedWrites, call_joined
 from llamastead.gateway.proxy import AnswerCut
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,9 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        joined = JoinedWrites(cycle.transport)
+        cycle.transport = joined  # type: ignore[assignment]  # what a cycle writes to is all it needs
+        super()._start_asgi_task(cycle, partial(call_joined, app, joined))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every request of the connection."""

@@ -112,14 +112,16 @@ class EventStreams:
         if status is None or (status is self._told.get(model) and status is not WireStatus.UNLOADED):
             return None
         self._told[model] = status
+        # `instance` and `end_class` are our own: a router's clients have no use for them, a drill has.
+        data: dict[str, Any] = {"status": status, "instance": event["instance"]}
         if status is WireStatus.LOADING:
-            return {"model": model, "event": "model_status", "data": {"status": status}}
+            return {"model": model, "event": "model_status", "data": data}
         if status is WireStatus.LOADED:
-            return _change(model, {"status": status, "info": model_info(await self._read(model))})
-        if status is WireStatus.UNLOADED:
+            data["info"] = model_info(await self._read(model))
+        elif status is WireStatus.UNLOADED:
             exit_code = event.get("exit_code", "")
-            return _change(model, {"status": status, "exit_code": int(exit_code) if exit_code else None})
-        return _change(model, {"status": status})
+            data |= {"exit_code": int(exit_code) if exit_code else None, "end_class": event["end_class"]}
+        return _change(model, data)
 
     async def _read(self, model: str) -> CatalogModel:
         try:

@@ -1,6 +1,7 @@
 """The heartbeat: says that this gateway is there and what it holds, and hears what got lost."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 
@@ -36,7 +37,11 @@ class Heartbeat:
         """Send one heartbeat now. Raises RedisError, StoreError or OSError when Redis is away."""
         async with self._one_at_a_time:
             self._beat += 1
-            now = {"in_flight": str(admission.leases.in_flight()), "waiting": str(admission.waiting())}
+            now = {
+                "in_flight": str(admission.leases.in_flight()),
+                "busy": json.dumps(admission.leases.busy()),
+                "waiting": str(admission.waiting()),
+            }
             result = await self._store.heartbeat(
                 self._gateway,
                 self._beat,

@@ -59,6 +59,11 @@ class Claim:
         """The instance's own API key."""
         return self.place.key
 
+    def answered(self, status: int) -> None:
+        """Note the status with which the instance answers this request. Requires: not closed."""
+        if self._lease is not None and self.kind is UseKind.INFERENCE:
+            self._lease.answered(status)
+
     def close(self) -> None:
         """Give the share back; idempotent."""
         lease, self._lease = self._lease, None
@@ -77,6 +82,7 @@ class Lease:
         "_linger",
         "_linger_until",
         "_loop",
+        "_on_answer",
         "_on_idle",
         "_timer",
         "count",
@@ -86,7 +92,13 @@ class Lease:
         "used",
     )
 
-    def __init__(self, place: Place, linger_s: float, on_idle: Callable[["Lease"], None]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        linger_s: float,
+        on_idle: Callable[["Lease"], None],
+        on_answer: Callable[[Place, int], None],
+    ) -> None:
         self.place = place
         # Every id Redis may know this lease by: two grants may cross, and only the later one counts there.
         self.ids: list[str] = []
@@ -98,6 +110,7 @@ class Lease:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._on_idle = on_idle
+        self._on_answer = on_answer
 
     def claim(self, kind: UseKind, request_id: str, path: str, wait_ms: int, load_ms: int) -> Claim:
         """Count one more request."""
@@ -112,6 +125,10 @@ class Lease:
             self._linger_until = self._loop.time() + self._linger
         if self.count == 0:
             self.settle()
+
+    def answered(self, status: int) -> None:
+        """Note the status of an inference answer."""
+        self._on_answer(self.place, status)
 
     def settle(self) -> None:
         """End the lease if nobody uses it and its linger time is over, else look again when that is."""
@@ -143,29 +160,39 @@ class Lease:
 class Leases:
     """All leases of this process: at most one per instance, one of them per model for newcomers."""
 
-    def __init__(self, linger_s: float, release: Callable[[Lease], None]) -> None:
-        """`release` is called once a lease is over, to tell Redis; it must not block."""
+    def __init__(
+        self, linger_s: float, release: Callable[[Lease], None], report: Callable[[str, bool], None]
+    ) -> None:
+        """`release` is called once a lease is over, `report` with an instance and whether it answered right:
+        for its first right answer, and for errors before that. They tell Redis, and must not block.
+        """
         self._linger_s = linger_s
         self._release = release
         self._by_instance: dict[str, Lease] = {}
         self._warm: dict[str, Lease] = {}
+        self._report = report
+        self._proven: dict[str, str] = {}
 
     def warm(self, model: str) -> Lease | None:
         """Return the lease that a request for `model` may share right now."""
         return self._warm.get(model)
 
-    def book(self, place: Place, lease_id: str) -> Lease:
-        """Note a lease that Redis granted, and make it the one for newcomers.
+    def book(self, place: Place, lease_id: str, *, warm: bool = True) -> Lease:
+        """Note a lease that Redis granted, and make it the one for newcomers unless `warm` is False: then its
+        instance may sleep.
 
         The caller claims it or calls `settle`.
         """
         lease = self._by_instance.get(place.instance)
         if lease is None:
-            lease = self._by_instance[place.instance] = Lease(place, self._linger_s, self._on_idle)
+            lease = self._by_instance[place.instance] = Lease(
+                place, self._linger_s, self._on_idle, self._on_answer
+            )
         if lease_id not in lease.ids:
             lease.ids.append(lease_id)
         lease.retired = False
-        self._warm[place.model] = lease
+        if warm:
+            self._warm[place.model] = lease
         return lease
 
     def retire(self, instance: str) -> None:
@@ -190,11 +217,28 @@ class Leases:
         """Return how many requests hold a claim now."""
         return sum(lease.count for lease in self._by_instance.values())
 
+    def busy(self) -> dict[str, int]:
+        """Return instance → how many requests hold a claim on it now."""
+        return {name: lease.count for name, lease in self._by_instance.items() if lease.count}
+
+    def _on_answer(self, place: Place, status: int) -> None:
+        right = status in _RIGHT
+        if self._proven.get(place.model) == place.instance or not (right or status in _BROKEN):
+            return
+        if right:
+            self._proven[place.model] = place.instance
+        self._report(place.instance, right)
+
     def _on_idle(self, lease: Lease) -> None:
         del self._by_instance[lease.place.instance]
         if self._warm.get(lease.place.model) is lease:
             del self._warm[lease.place.model]
         self._release(lease)
+
+
+_RIGHT = range(200, 300)
+# Not 501 (the model can't do this) nor 503 (not now), which a sound engine says too.
+_BROKEN = frozenset({500, 502, 504})
 
 
 def number_of(ticket: str) -> int:

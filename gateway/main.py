@@ -1,6 +1,5 @@
 """The gateway role: one process, or several that share one listening socket."""
 
-import asyncio
 import ctypes
 import logging
 import os
@@ -11,7 +10,6 @@ import time
 
 import uvloop
 
-from llamastead.gateway.last_call import last_call
 from llamastead.gateway.server import serve
 from llamastead.shared.ports import ListenError, listen
 from llamastead.shared.settings import Settings, SettingsError
@@ -40,7 +38,7 @@ def run(settings: Settings, workers: int) -> int:
         log.error(str(problem))
         return os.EX_CONFIG
     if workers == 1:
-        return _serve(settings, listener, alone=settings.listen_fd is None)
+        return _serve(settings, listener)
     return _Workers(settings, listener, workers).run()
 
 
@@ -50,9 +48,9 @@ def _listener(settings: Settings) -> socket.socket:
     return socket.socket(fileno=settings.listen_fd)
 
 
-def _serve(settings: Settings, listener: socket.socket, alone: bool) -> int:
+def _serve(settings: Settings, listener: socket.socket) -> int:
     try:
-        return uvloop.run(serve(settings, listener, alone))
+        return uvloop.run(serve(settings, listener))
     except StoreUnreachable as problem:
         log.error(str(problem))
         return 1
@@ -109,7 +107,7 @@ class _Workers:
         code = 1
         try:
             if os.getppid() == parent:
-                code = _serve(self._settings, self._listener, alone=False)
+                code = _serve(self._settings, self._listener)
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -118,8 +116,6 @@ class _Workers:
         if not self._stopping:
             self._stopping = True
             # The children close their copies of the socket; while ours is open, connections begin unheard.
-            if self._settings.listen_fd is None:
-                asyncio.run(last_call(self._listener))
             self._listener.close()
         for pid in self._pids:
             os.kill(pid, number)

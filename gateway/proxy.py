@@ -1,5 +1,6 @@
 """The way of one proxied request: find its model, get a claim, carry the bytes, give the claim back."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,9 @@ Send = Callable[[Message], Awaitable[None]]
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """The largest request body taken, unless the constructor is told otherwise."""
 
+AUTOLOAD_HEADER = b"x-llamastead-autoload"
+"""Does what `?autoload=` does, where a client can't change the address."""
+
 _ADDRESS_TRIES = 3
 _SHOWN_CHARS = 200
 
@@ -43,12 +47,13 @@ class Proxy:
         *,
         max_body: int = MAX_BODY_BYTES,
     ) -> None:
-        """Take the parts; `max_body` is the largest request body in bytes."""
+        """Take the parts; `max_body` is the largest request body in bytes. Requires: a running event loop."""
         self._catalog = catalog
         self._admission = admission
         self._pools = pools
         self._autoload = settings.models_autoload
         self._max_body = max_body
+        self._loop = asyncio.get_running_loop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Requires: authenticated, a known route, `scope["state"]` as in seams.py.
@@ -64,7 +69,7 @@ class Proxy:
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"))) if scope["query_string"] else {}
             model = await self._find_model(body, query)
             self._check_loading(model, scope, query)
-            async with ClientWatch(receive):
+            async with ClientWatch(receive, self._loop):
                 await self._serve(scope, send, model.name, body or Body())
         except ClientGone:
             log.debug("client gone", extra={"request_id": request_id(scope)})
@@ -88,10 +93,12 @@ class Proxy:
         return model
 
     def _check_loading(self, model: CatalogModel, scope: Scope, query: dict[str, str]) -> None:
-        if model.running:
+        route = route_of(scope)
+        would_wake = model.asleep and route.use is not UseKind.PEEK and not route.may_load
+        if model.running and not model.leaving and not would_wake:
             return
-        asked = query.get("autoload")
-        may_load = asked in ("true", "1") if asked else self._autoload and route_of(scope).may_load
+        asked = query.get("autoload") or _header(scope["headers"], AUTOLOAD_HEADER)
+        may_load = asked in ("true", "1") if asked else self._autoload and route.may_load
         if not may_load:
             raise ApiError(400, "model is not loaded", {"param": "model"})
 
@@ -109,6 +116,7 @@ class Proxy:
                     claim = await self._admission.refused(claim)
             else:
                 raise ApiError(503, f"no instance of '{model}' could be reached", retry_after=1)
+            claim.answered(response.status)
             try:
                 await _relay(response, claim, scope, send)
             finally:
@@ -138,7 +146,10 @@ async def _relay(response: Response, claim: Claim, scope: Scope, send: Send) -> 
     headers = response_headers(response.status, response.headers, claim, request_id(scope))
     tail = b""
     try:
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        start = {"type": "http.response.start", "status": response.status, "headers": headers}
+        if response.arrived:
+            start["body_follows"] = True
+        await send(start)
         while True:
             data = await response.read()
             ended = response.ended
@@ -173,6 +184,10 @@ def _log_failure(claim: Claim, scope: Scope, problem: Exception) -> None:
 
 def _has_body(headers: list[tuple[bytes, bytes]]) -> bool:
     return any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+
+
+def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
 
 
 def _target(scope: Scope) -> bytes:

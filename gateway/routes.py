@@ -64,8 +64,8 @@ def _control(path: str) -> Route:
     return Route("POST", path, Serves.PROXY, Access.INFERENCE, True, True, UseKind.READ)
 
 
-def _read(path: str) -> Route:
-    return Route("GET", path, Serves.PROXY, Access.INFERENCE, True, False, UseKind.READ)
+def _read(path: str, use: UseKind = UseKind.READ) -> Route:
+    return Route("GET", path, Serves.PROXY, Access.INFERENCE, True, False, use)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -82,7 +82,7 @@ ROUTES: tuple[Route, ...] = (
     _view("GET", "/queue", Serves.QUEUE),
     _view("GET", "/logs/*", Serves.LOGS, Access.ADMIN),
     # Answered by the gateway, or by the instance with `?model=`.
-    Route("GET", "/props", Serves.PROPS, Access.INFERENCE, False, False, UseKind.READ),
+    Route("GET", "/props", Serves.PROPS, Access.INFERENCE, False, False, UseKind.PEEK),
     # Features of llama-server that stay off behind a router.
     _view("GET", "/tools", Serves.DISABLED),
     _view("POST", "/tools", Serves.DISABLED),
@@ -118,7 +118,7 @@ ROUTES: tuple[Route, ...] = (
     _control("/props"),
     _control("/lora-adapters"),
     _control("/slots/*"),
-    _read("/metrics"),
+    _read("/metrics", UseKind.PEEK),
     _read("/slots"),
     _read("/lora-adapters"),
 )

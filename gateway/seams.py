@@ -21,6 +21,16 @@ class CatalogModel(Protocol):
         """True when a request needs no new load: the model is loading, loaded, draining or asleep."""
         ...
 
+    @property
+    def asleep(self) -> bool:
+        """True while its engine sleeps: what it can't answer asleep wakes it."""
+        ...
+
+    @property
+    def leaving(self) -> bool:
+        """True while its instance drains or stops: a request may find it, or have it loaded again."""
+        ...
+
 
 class Catalog(Protocol):
     """The local copy of the registry."""
@@ -65,6 +75,10 @@ class Claim(Protocol):
     @property
     def load_ms(self) -> int:
         """Milliseconds of the load this request waited for, 0 when it waited for none."""
+        ...
+
+    def answered(self, status: int) -> None:
+        """Note the status with which the instance answers; never awaits."""
         ...
 
     def close(self) -> None:

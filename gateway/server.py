@@ -13,7 +13,7 @@ import uvicorn
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys
 from llamastead.gateway.edge import EdgeProtocol
-from llamastead.gateway.last_call import last_call
+from llamastead.gateway.last_call import HEARD_S, accept_waiting
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.runtime import Gateway, open_gateway
 from llamastead.shared.settings import Settings
@@ -31,11 +31,9 @@ class Server(uvicorn.Server):
     have until the stop-timeout, then they are cut. Second signal: they are cut now.
     """
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, alone: bool) -> None:
-        """`alone`: no other process accepts on the listening socket."""
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
-        self._alone = alone
         self.cut = 0
 
     def ask_stop(self) -> None:
@@ -52,10 +50,14 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Leave; `cut` is then the number of requests that did not end by themselves."""
-        if self._alone and sockets:
-            await last_call(sockets[0])
+        loop = asyncio.get_running_loop()
+        newcomers = [newcomer for listener in sockets or () for newcomer in accept_waiting(listener)]
         for server in self.servers:
             server.close()
+        for newcomer in newcomers:
+            await loop.connect_accepted_socket(self._protocol, newcomer)
+        # uvicorn closes connections without a request: not one whose request is on its way.
+        await asyncio.sleep(HEARD_S)
         self._gateway.events.close()
         await super().shutdown(sockets)
         self.cut = len(self.server_state.tasks)
@@ -65,12 +67,12 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(CUT_PATIENCE_S):
                 await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
+    def _protocol(self) -> EdgeProtocol:
+        return EdgeProtocol(config=self.config, server_state=self.server_state, app_state={})
 
-async def serve(settings: Settings, listener: socket.socket, alone: bool) -> int:
-    """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut.
 
-    `alone`: no other process accepts on `listener`.
-    """
+async def serve(settings: Settings, listener: socket.socket) -> int:
+    """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at start and end, we tell
     keys = Keys(
         tuple(sorted(settings.inference_keys())), tuple(key.get_secret_value() for key in settings.admin_keys)
@@ -90,7 +92,7 @@ async def serve(settings: Settings, listener: socket.socket, alone: bool) -> int
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.stop_timeout),
         )
-        server = Server(config, gateway, alone)
+        server = Server(config, gateway)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.ask_stop)

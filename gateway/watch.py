@@ -15,8 +15,9 @@ class ClientWatch:
     Requires: the request's body has been read; nobody else calls `receive` inside.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, loop: asyncio.AbstractEventLoop) -> None:
         self._receive = receive
+        self._loop = loop
         self._inside: asyncio.Task[object] | None = None
         self._cancelling = 0
         self._gone = False
@@ -25,10 +26,10 @@ class ClientWatch:
 
     async def __aenter__(self) -> None:
         """Begin to watch a little later."""
-        self._inside = asyncio.current_task()
+        self._inside = asyncio.current_task(self._loop)
         assert self._inside is not None
         self._cancelling = self._inside.cancelling()
-        self._timer = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._start)
+        self._timer = self._loop.call_later(WATCH_AFTER_S, self._start)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -44,7 +45,7 @@ class ClientWatch:
             raise ClientGone from None
 
     def _start(self) -> None:
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._watcher = self._loop.create_task(self._watch())
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

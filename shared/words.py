@@ -62,10 +62,14 @@ class EndClass(StrEnum):
 
 
 class UseKind(StrEnum):
-    """What a request is to the scheduler: inference counts as use, a read only protects from being cut."""
+    """What a request is to the scheduler: inference counts as use, a read only protects from being cut.
+
+    A peek is a read that a sleeping engine answers, and sleeps on.
+    """
 
     INFERENCE = "inference"
     READ = "read"
+    PEEK = "peek"
 
 
 class Source(StrEnum):
@@ -74,3 +78,23 @@ class Source(StrEnum):
     CACHE = "cache"
     MODELS_DIR = "models_dir"
     PRESET = "preset"
+
+
+class WaitReason(StrEnum):
+    """The one reason a queue entry waits for."""
+
+    RECOVERING = "recovering"
+    LOADING = "loading"
+    GRANTING = "granting"
+    WAKING = "waking"
+    LEAVING = "leaving"
+    STOP_FAILED = "stop_failed"
+    BACK_OFF = "back_off"
+    MEASURING = "measuring"
+    VICTIM = "victim"
+    RELEASING = "releasing"
+    BUSY = "busy"
+    RESIDENCE = "residence"
+    PINNED = "pinned"
+    STARTING_OTHERS = "starting_others"
+    BEHIND = "behind"

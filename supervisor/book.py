@@ -150,10 +150,13 @@ class Book:
         commands = [measuring_command(entry, self.configuration, each) for each in dict.fromkeys(contexts)]
         return {"commands": commands, "variables": measuring_variables(entry, self.configuration)}
 
+    def models_of(self, key: Key) -> list[str]:
+        """Return the models that a measurement is of."""
+        return [name for name, known in self._reckoned.items() if known.key == key]
+
     def _apply(self, key: Key) -> None:
-        for name, reckoned in self._reckoned.items():
-            if reckoned.key == key:
-                self.known[name] = self._with_results(name, reckoned)
+        for name in self.models_of(key):
+            self.known[name] = self._with_results(name, self._reckoned[name])
 
     def _with_results(self, name: str, reckoned: Known) -> Known:
         """Return what was reckoned, with what was measured in its place and what a load took beside it."""

@@ -10,7 +10,7 @@ from llamastead.shared.errors import ApiError
 from llamastead.shared.store.connect import BLOCK_MS
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Command
-from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered
+from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered, Unresponsive
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.logfiles import log_path, read_log
 
@@ -64,6 +64,10 @@ class Commands:
                 await self._on_metadata(command.fields["identity"])
             elif command.verb == "measured":
                 self._on_measured(command.fields["identity"], command.fields["preset"])
+            elif command.verb == "broken":
+                errors = command.fields["errors"]
+                reason = f"answered {errors} requests with errors and none right since its load"
+                driver.put(Unresponsive(command.fields["instance"], reason))
             await self._store.done([command.id])
             return
         self._asked_by[command.id] = command.gateway
@@ -83,15 +87,17 @@ class Commands:
                 await self._refuse(command, ApiError(400, f"Unknown command '{command.verb}'"))
 
     async def _answer_logs(self, command: Command, model: str) -> None:
-        lines = min(int(command.fields.get("lines") or 200), LOG_LINES_MAX)
         try:
+            lines = min(int(command.fields.get("lines") or 200), LOG_LINES_MAX)
             piece = read_log(log_path(self._run_dir, model), lines, command.fields.get("offset", ""))
         except FileNotFoundError:
             await self._refuse(
                 command, ApiError(404, f"Model '{model}' has no log: it never ran on this herd")
             )
         except ValueError:
-            await self._refuse(command, ApiError(400, "offset must be one that an earlier answer gave"))
+            await self._refuse(
+                command, ApiError(400, "lines must be a number, offset one that an earlier answer gave")
+            )
         else:
             await self.answer(command.id, {"text": piece.text, "next": piece.next})
 

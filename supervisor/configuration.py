@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from llamastead.shared.devices.host import read_host
-from llamastead.shared.settings import Settings
+from llamastead.shared.settings import Settings, SettingsError
+from llamastead.supervisor.core.orders import preload_problem
 from llamastead.supervisor.core.state import ModelSpec
 from llamastead.supervisor.engine import Engine, find_engine
 from llamastead.supervisor.launch import CACHE_RAM_MIB, instance_environment
@@ -25,7 +26,11 @@ class Configuration:
     """What can be served and with which engine. `registry` is replaced whole by `reload`, or stays whole."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
-        """Find the engine and read the registry. Raises EngineError, RegistryError or OptionError."""
+        """Find the engine and read the registry.
+
+        Raises EngineError, RegistryError or OptionError, and SettingsError when more is to be loaded at start
+        than may be.
+        """
         self.environ = environ
         self._settings = settings
         self.engine = find_engine(settings.engine, environ)
@@ -34,6 +39,9 @@ class Configuration:
         # A prompt cache grows up to its limit: a share of what the host has, so that several have room.
         host_mib = read_host().total >> 20
         self.cache_ram_mib = min(CACHE_RAM_MIB, max(CACHE_RAM_LEAST_MIB, host_mib // CACHE_RAM_SHARE))
+
+        if problem := preload_problem(settings.models_max, self.specs()):
+            raise SettingsError(problem)
 
     def options_in_force(self, entry: ModelEntry) -> dict[str, str]:
         """Return an entry's engine options, those that variables set for all instances below them."""

@@ -15,13 +15,17 @@ from llamastead.supervisor.effects import Effects
 
 log = logging.getLogger(__name__)
 
+REQUESTS_NAMED = 10
+"""So many requests of an entry are named where a decision about it is told."""
+
 
 class Driver:
     """Feeds the core. `put` and `look` may be called from any task; only `run` touches the state.
 
     Facts are read (`look`) after the actions of earlier events are carried out, when something told us to,
     and every `reread` seconds in any case: streams and callbacks only say when to look, never what is true.
-    `empty` is set while there is no instance.
+    `looked_ms` is Redis's time of the facts that the core took in last. `empty` is set while there is no
+    instance and nothing told that is not taken yet.
     """
 
     def __init__(
@@ -43,10 +47,12 @@ class Driver:
         self.empty = asyncio.Event()
         self._look_wanted = True
         self._board = board
+        self.looked_ms = 0
 
     def put(self, event: Event) -> None:
         """Tell the core something; it is taken in the order told."""
         self._events.append(event)
+        self.empty.clear()
         self._awake.set()
 
     def look(self) -> None:
@@ -63,9 +69,11 @@ class Driver:
             if self._look_wanted or now - looked_at >= self._reread:
                 self._look_wanted = False
                 looked_at = now
-                wake_at = await self._advance(await self._observe())
+                facts_ms, facts = await self._observe()
+                wake_at = await self._advance(facts)
+                self.looked_ms = facts_ms
             await self._board.show(self.state, time.monotonic())
-            if self.state.instances:
+            if self.state.instances or self._events:
                 self.empty.clear()
             else:
                 self.empty.set()
@@ -89,18 +97,24 @@ class Driver:
                 pending.extend(await self._effects.perform(action))
         return wake_at
 
-    async def _observe(self) -> Observed:
+    async def _observe(self) -> tuple[int, Observed]:
+        """Return the facts and Redis's time of them."""
         facts = await self._store.observe()
         self._clock.seen(facts.now_ms)
         demands = {
-            model: Demand(self._clock.monotonic(entry.first_ms), len(entry.tickets), tuple(entry.expired))
+            model: Demand(
+                self._clock.monotonic(entry.first_ms),
+                len(entry.tickets),
+                tuple(entry.expired),
+                tuple(ticket.request_id for ticket in entry.tickets[:REQUESTS_NAMED]),
+            )
             for model, entry in facts.queue.items()
         }
         claims = {
             instance: Claims(len(held.leases), self._used(held.last_used_ms))
             for instance, held in facts.claims.items()
         }
-        return Observed(demands, claims)
+        return facts.now_ms, Observed(demands, claims)
 
     def _used(self, last_used_ms: int) -> float | None:
         return self._clock.monotonic(last_used_ms) if last_used_ms else None

@@ -71,8 +71,8 @@ class Effects:
                 return [events.Granted(instance, await self._store.wake(instance, model))]
             case actions.TryStop(instance, end_class):
                 return [await self._stop(instance, end_class)]
-            case actions.TryDrain(instance):
-                return [await self._drain(instance)]
+            case actions.TryDrain(instance, _, ordered):
+                return [await self._drain(instance, ordered)]
             case actions.TryUndrain(instance):
                 granted = await self._store.undrain(instance)
                 return [
@@ -98,10 +98,11 @@ class Effects:
                 await self._answer(command, {"error": asdict(error)} if error else {"success": True})
             case actions.Ended():
                 await self._ended(action)
-            case actions.Decide(model, weighed):
+            case actions.Decide(model, weighed, requests):
                 candidates = {w.instance: f"{w.model}: {w.verdict}" for w in weighed}
-                log.info("made room", extra={"model": model, "candidates": candidates})
-                await self._store.emit("decision", {"model": model, "candidates": json.dumps(candidates)})
+                told = {"candidates": json.dumps(candidates), "request_ids": json.dumps(requests)}
+                log.info("made room", extra={"model": model, **told})
+                await self._store.emit("decision", {"model": model, **told})
             case actions.Discrepancy(device, amount):
                 facts = {"device": device, "mib": amount >> 20}
                 log.warning("memory of ended models never showed as free; what is shown counts", extra=facts)
@@ -148,10 +149,7 @@ class Effects:
             self._running[spec.instance].pid = view.pid or 0
         self._tell(events.Started(spec.instance))
         self._on_view(spec.instance, view)
-        try:
-            await self._holders.start_spare()
-        except (HolderError, OSError) as error:
-            log.warning("no spare holder: %s", error)
+        await keep_spare(self._holders)
 
     async def _ready(self, instance: str, model: str) -> int:
         running = self._running[instance]
@@ -183,7 +181,11 @@ class Effects:
         log.info("instance stopping", extra={"instance": instance, "end_class": end_class})
         return events.StopGranted(instance)
 
-    async def _drain(self, instance: str) -> Event:
+    async def _drain(self, instance: str, ordered: bool) -> Event:
+        if ordered:
+            # A later leader must not take it back for want of an entry that needs its room.
+            model = self._running[instance].model
+            await self._store.put_instance(instance, {"drain_ordered": 1}, model, {})
         if not await self._store.drain(instance):
             return events.DrainRefused(instance)
         return events.Drained(instance, await self._claims(instance))
@@ -235,3 +237,11 @@ class Effects:
     async def _claims(self, instance: str) -> int:
         held = (await self._store.observe()).claims.get(instance)
         return len(held.leases) if held else 0
+
+
+async def keep_spare(holders: Holders) -> None:
+    """Have a holder wait for the next start. One that can't be had only makes that start slower."""
+    try:
+        await holders.start_spare()
+    except (HolderError, OSError) as error:
+        log.warning("no spare holder: %s", error)

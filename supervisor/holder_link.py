@@ -148,9 +148,14 @@ class Link(asyncio.Protocol):
         self._waits: list[tuple[Callable[[HolderView], bool], asyncio.Future[HolderView]]] = []
 
     @property
+    def connected(self) -> bool:
+        """Whether the connection stands, its engine ended or not."""
+        return self._transport is not None
+
+    @property
     def open(self) -> bool:
-        """Whether the holder can be talked to."""
-        return self._transport is not None and not self._over
+        """Whether the holder can be talked to and has something to hold."""
+        return self.connected and not self._over
 
     def deliver(self, take: Callable[[HolderEvent], None]) -> None:
         """Hand over what was held, and from now on every event at once."""

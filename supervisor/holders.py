@@ -172,7 +172,7 @@ class Holders:
     def knows(self, instance: str) -> bool:
         """Return whether this process is connected to the holder of an instance."""
         link = self._links.get(instance)
-        return link is not None and link.open
+        return link is not None and link.connected
 
     def model_of(self, instance: str) -> str:
         """Return the model of an instance that was started or adopted and is not forgotten yet."""

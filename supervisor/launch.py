@@ -23,6 +23,10 @@ VERBOSITY = 4  # from here on the engine tells its buffer sizes, its only word o
 CACHE_RAM_MIB = 1024
 # A stopped stream lets its worker go only at the next ping; the engine's default is 30 s.
 SSE_PING_SECONDS = 5
+# A kept connection occupies one of the engine's HTTP threads. It starts more of them only when none is idle
+# at the moment a connection arrives, so what comes in one burst beyond its eight waits, /health too, until a
+# kept one closes: for seconds.
+HTTP_THREADS = 128
 
 _PASSED = frozenset(
     {"PATH", "HOME", "LANG", "TMPDIR", "TZ", "LD_LIBRARY_PATH"}
@@ -151,7 +155,11 @@ def instance_options(
     cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> dict[str, str]:
     """Return the entry's options with what Llamastead forces, and what it only sets where nobody has."""
-    defaults = {"cache-ram": str(cache_ram_mib), "sse-ping-interval": str(SSE_PING_SECONDS)}
+    defaults = {
+        "cache-ram": str(cache_ram_mib),
+        "sse-ping-interval": str(SSE_PING_SECONDS),
+        "threads-http": str(HTTP_THREADS),
+    }
     unsaid = {
         name: value for name, value in defaults.items() if name in table and table[name].env not in environ
     }

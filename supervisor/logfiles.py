@@ -1,5 +1,6 @@
 """Reading a model's bounded log file in pieces, for `llamastead logs` and GET /logs/{model}."""
 
+import codecs
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ def read_log(path: Path, lines: int, after: str = "") -> LogPiece:
     """Return the last `lines` lines of the log, or with `after` (an earlier `next`) what was written since.
 
     At most 64 KiB at a time. A log that was rotated in between goes on with the rest of the old file first.
-    A model that never ran has no file: FileNotFoundError.
+    A model that never ran has no file: FileNotFoundError. A position that nobody was told: ValueError.
     """
     if after:
         return _read_on(path, after)
@@ -38,7 +39,11 @@ def read_log(path: Path, lines: int, after: str = "") -> LogPiece:
 
 
 def _piece(file: BinaryIO, data: bytes) -> LogPiece:
-    return LogPiece(data.decode(errors="replace"), f"{os.fstat(file.fileno()).st_ino}:{file.tell()}")
+    """Return what was just read; a character cut in two at its end is left for the next piece."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(data)
+    cut, _ = decoder.getstate()
+    return LogPiece(text, f"{os.fstat(file.fileno()).st_ino}:{file.tell() - len(cut)}")
 
 
 def _start_of_last_lines(data: bytes, lines: int) -> int:
@@ -54,6 +59,8 @@ def _start_of_last_lines(data: bytes, lines: int) -> int:
 
 def _read_on(path: Path, after: str) -> LogPiece:
     inode, offset = (int(part) for part in after.split(":"))
+    if offset < 0:
+        raise ValueError(after)
     rotated = path.with_name(path.name + ".1")
     source = path
     if path.stat().st_ino != inode:

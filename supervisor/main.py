@@ -44,6 +44,7 @@ class Supervisor:
         self._jobs = Jobs(settings.redis_url, self._keys)
         self._epoch_file = settings.run_dir / "epoch"
         self._reign: Reign | None = None
+        self._won: LeaderStore | None = None
         self._holders = Holders(settings.run_dir, self._on_holder_event)
         self.stop, self.leave, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -95,21 +96,21 @@ class Supervisor:
             self._reign = None
             self._holders.dismiss_spare()
             self._holders.set_leadership(None, False)
-            if self.leave.is_set():
-                with contextlib.suppress(RedisError, StoreError):
-                    await reign.store.resign()
+            with contextlib.suppress(RedisError, StoreError):
+                await self._resign()
 
     async def _stand_for_election(self) -> Lead | None:
         """Try once to take the lead; a standby stays connected to the holders of this host meanwhile."""
         token = secrets.token_hex(16)
         store = LeaderStore(self._redis, self._keys, token)
         try:
+            await self._resign()
             number = 1 + max(await store.read_number(), read_epoch(self._epoch_file))
             info = {"host": self._settings.host_id, "pid": str(os.getpid())}
             if await store.lead(number, round(self._settings.leader_ttl * 1000), info):
+                self._won = store
                 if write_epoch(self._epoch_file, number):
                     return Lead(number, token)
-                await store.resign()
         except (RedisError, OSError) as error:
             log.warning(
                 "%s", explain(self._settings.redis_url, error) if isinstance(error, RedisError) else error
@@ -119,14 +120,25 @@ class Supervisor:
                 await self._holders.adopt(folder)
         return None
 
+    async def _resign(self) -> None:
+        """Give up the lead that we won last: left to its TTL it would keep everybody waiting, us included."""
+        if self._won is not None:
+            await self._won.resign()
+            self._won = None
+
     async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stop.wait()
 
     def _on_holder_event(self, instance: str, event: HolderEvent) -> None:
-        if self._reign is not None:
-            self._reign.on_holder_event(instance, event)
+        reign = self._reign
+        if reign is None:
+            return
+        try:
+            reign.on_holder_event(instance, event)
+        except Exception as fault:  # noqa: BLE001 - it ends the reign; here it would end the holder's connection
+            reign.break_off(fault)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -18,6 +18,7 @@ from llamastead.shared.secret import read_or_make_herd_secret, seal
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
+from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.book import Book
 from llamastead.supervisor.core.events import Event, MeasuringBegan, MeasuringEnded, RegistryChanged
 from llamastead.supervisor.core.lifecycle import LOADS
@@ -44,6 +45,7 @@ class Measuring:
         redis: Redis,
         keys: Keys,
         reads: GatewayStore,
+        store: LeaderStore,
         settings: Settings,
         book: Book,
         state: Callable[[], State],
@@ -53,6 +55,7 @@ class Measuring:
         self._redis = redis
         self._keys = keys
         self._reads = reads
+        self._store = store
         self._settings = settings
         self._book = book
         self._state = state
@@ -143,6 +146,9 @@ class Measuring:
             return None
         await self._take(key)
         self._tell(RegistryChanged(self._book.specs()))
+        for model in self._book.models_of(key):
+            memory = json.dumps(self._book.show(model))
+            await self._store.put_model(model, {"memory": memory}, {"kind": "measured", "model": model})
         return key
 
     async def _take(self, key: tuple[str, str]) -> None:

@@ -11,7 +11,7 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.clock import RedisClock
-from llamastead.supervisor.core.events import Adopted, Event, Found
+from llamastead.supervisor.core.events import Adopted, Event, Exited, Found
 from llamastead.supervisor.effects import STOP_WAITS_S
 from llamastead.supervisor.holder_link import HolderView
 from llamastead.supervisor.holder_record import instance_folders, remove_folder
@@ -115,7 +115,7 @@ class Recovery:
             load_time=int(record.get("load_ms") or 0) / 1000,
             leases=leases,
             last_used=self.clock.monotonic(used_ms) if used_ms else None,
-            ordered=state is S.DRAINING,
+            ordered=record.get("drain_ordered") == "1",
             end_class=EndClass(record.get("end_class") or EndClass.STOPPED),
             needs=json.loads(record["needs"]) if record.get("needs") else None,
         )
@@ -134,5 +134,7 @@ class Recovery:
             remove_folder(folder)
 
     async def _lost(self, instance: str) -> None:
-        log.warning("instance is gone", extra={"instance": instance})
-        await self.store.ended(instance, EndClass.LOST, None, "it was gone when the supervisor looked for it")
+        """The record goes now, so that the herd does not open with it; the core still counts its room."""
+        reason = "it was gone when the supervisor looked for it"
+        await self.store.ended(instance, EndClass.LOST, None, reason)
+        self.tell(Exited(instance, EndClass.LOST, reason))

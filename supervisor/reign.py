@@ -27,7 +27,8 @@ from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, Shu
 from llamastead.supervisor.core.state import Policy, initial
 from llamastead.supervisor.devices import Devices
 from llamastead.supervisor.driver import Driver
-from llamastead.supervisor.effects import Effects
+from llamastead.supervisor.effects import Effects, keep_spare
+from llamastead.supervisor.engine import EngineError
 from llamastead.supervisor.gateways import Silence
 from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderEvent
@@ -39,6 +40,7 @@ from llamastead.supervisor.news import News
 from llamastead.supervisor.publish import publish
 from llamastead.supervisor.recovery import Recovery
 from llamastead.supervisor.running import Running
+from llamastead.supervisor.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -74,31 +76,33 @@ class Reign:
         self._held_back: list[tuple[str, HolderEvent]] | None = []
         self._clock = RedisClock()
         self._tasks = asyncio.TaskGroup()
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         keys = Keys(settings.redis_prefix)
         self._reads = GatewayStore(redis, keys)
-        self.store = LeaderStore(redis, keys, lead.token)
+        self._store = LeaderStore(redis, keys, lead.token)
         self._devices = Devices(
             parse_margins(settings.models_memory_margin),
             configuration.environ.get("CUDA_VISIBLE_DEVICES"),
             settings.reread,
         )
         self._book = Book(configuration, self._devices)
-        self._metadata = Metadata(jobs, redis, keys, self.store)
+        self._metadata = Metadata(jobs, redis, keys, self._store)
         self._measuring = Measuring(
             jobs,
             redis,
             keys,
             self._reads,
+            self._store,
             settings,
             self._book,
             lambda: self._driver.state,
             self._tell,
         )
         self._commands = Commands(
-            self.store, settings.run_dir, self._metadata.copy, self._measuring.on_measured
+            self._store, settings.run_dir, self._metadata.copy, self._measuring.on_measured
         )
         effects = Effects(
-            self.store,
+            self._store,
             holders,
             self._build,
             self._commands.answer,
@@ -121,8 +125,8 @@ class Reign:
             configuration.specs(),
             lead.token,
         )
-        board = Board(self.store, self._running)
-        self._driver = Driver(state, self.store, effects, board, self._clock, settings.reread)
+        board = Board(self._store, self._running, self._clock)
+        self._driver = Driver(state, self._store, effects, board, self._clock, settings.reread)
         self._news = News(settings.run_dir, self._running, self._tell, self._spawn, self._took)
 
     def on_holder_event(self, instance: str, event: HolderEvent) -> None:
@@ -132,6 +136,11 @@ class Reign:
         else:
             self._held_back.append((instance, event))
 
+    def break_off(self, fault: Exception) -> None:
+        """End this reign with an error that came up outside of its tasks."""
+        if not self._fault.done():
+            self._fault.set_exception(fault)
+
     async def run(self, stop: asyncio.Event, reload: asyncio.Event) -> None:
         """Reign until `stop` is set and every instance is gone; `reload` reads the registry again.
 
@@ -139,6 +148,7 @@ class Reign:
         """
         async with self._tasks:
             self._spawn(self._renew())
+            self._spawn(self._await_fault())
             await self._take_over()
             for loop in (
                 self._driver.run(),
@@ -147,14 +157,15 @@ class Reign:
                 self._probe(),
                 self._watch_devices(),
                 self._measuring.run(),
+                self._watch_tickets(),
+                self._ask_holders_again(),
                 self._reload_when(reload),
                 self._metadata.read_missing(self._configuration.registry),
             ):
                 self._spawn(loop)
-            await self._holders.start_spare()
+            await keep_spare(self._holders)
             await stop.wait()
             await self._stop_all()
-            await self.store.resign()
             raise OverError
 
     async def _take_over(self) -> None:
@@ -166,7 +177,7 @@ class Reign:
             self._settings.host_id,
             self._lead.number,
             self._reads,
-            self.store,
+            self._store,
             self._holders,
             self._clock,
             self._running,
@@ -179,7 +190,7 @@ class Reign:
             self._news.on_event(instance, event)
         forgotten = not await self._herd_exists()
         await self._publish()
-        await self.store.open_herd(self._configuration.herd_fields())
+        await self._store.open_herd(self._configuration.herd_fields())
         if adopted and forgotten:
             # Leases that an emptied Redis has forgotten come back with the gateways' next heartbeats; until
             # then an instance that looks idle may be busy.
@@ -189,7 +200,7 @@ class Reign:
 
     async def _publish(self) -> None:
         registry, engine = self._configuration.registry, self._configuration.engine
-        await publish(self.store, registry, engine, self._book.shown_memory())
+        await publish(self._store, registry, engine, self._book.shown_memory())
 
     async def _herd_exists(self) -> bool:
         try:
@@ -198,22 +209,38 @@ class Reign:
             return False
         return True
 
+    async def _await_fault(self) -> None:
+        await self._fault
+
     async def _renew(self) -> None:
         while True:
-            await self.store.renew(round(self._settings.leader_ttl * 1000))
+            await self._store.renew(round(self._settings.leader_ttl * 1000))
             await asyncio.sleep(self._settings.leader_renew)
 
     async def _watch_gateways(self) -> None:
         silence = Silence(self._settings.suspect_after, self._settings.swept_after)
         while True:
-            beats = (await self.store.observe()).gateways
+            beats = (await self._store.observe()).gateways
             suspects, dead = silence.look(beats, time.monotonic())
             for gateway in suspects:
                 log.warning("gateway is silent", extra={"gateway": gateway})
             for gateway in dead:
                 log.warning("gateway is gone: its tickets and leases end", extra={"gateway": gateway})
-                await self.store.sweep(gateway)
+                await self._store.sweep(gateway)
             await asyncio.sleep(self._settings.heartbeat)
+
+    async def _watch_tickets(self) -> None:
+        driver, settings = self._driver, self._settings
+        watchdog = Watchdog(
+            self._store, lambda: driver.state, lambda: driver.looked_ms, driver.look, 2 * settings.reread
+        )
+        await watchdog.run(settings.heartbeat, round(settings.leader_ttl * 1000))
+
+    async def _ask_holders_again(self) -> None:
+        """Make good what was missed of the holders' words: each tells its state again, news or not."""
+        while True:
+            await asyncio.sleep(self._settings.reread)
+            self._holders.look_again()
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)
@@ -224,7 +251,7 @@ class Reign:
     async def _watch_devices(self) -> None:
         try:
             await self._devices.run(
-                self._running, lambda: self._driver.state, self._tell, self.store, self._settings.host_id
+                self._running, lambda: self._driver.state, self._tell, self._store, self._settings.host_id
             )
         finally:
             self._devices.close()
@@ -245,7 +272,7 @@ class Reign:
 
     async def _show_memory(self, instance: str, model: str, needs: Mapping[str, int]) -> None:
         memory = json.dumps(self._book.show(model))
-        await self.store.put_instance(instance, {"needs": json.dumps(needs)}, model, {"memory": memory})
+        await self._store.put_instance(instance, {"needs": json.dumps(needs)}, model, {"memory": memory})
 
     async def _reload_when(self, reload: asyncio.Event) -> None:
         """Read the registry again each time `reload` is set; a broken one changes nothing."""
@@ -283,9 +310,13 @@ class Reign:
         entry = self._configuration.registry.entries.get(model)
         if entry is None:
             raise LaunchError(f"model '{model}' is not in the registry any more")
+        try:
+            engine = self._configuration.engine_of(entry)
+        except EngineError as error:
+            raise LaunchError(str(error)) from error
         return build_spec(
             entry,
-            self._configuration.engine_of(entry),
+            engine,
             instance,
             nonce,
             self._settings.run_dir,

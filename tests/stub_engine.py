@@ -31,6 +31,7 @@ KNOBS: dict[str, object] = {
     "hang": None,  # "loading": never ready; "serving": takes requests and never answers
     "stall": False,  # with hang "loading": not even progress lines
     "crash": None,  # "start" (no state line), "loading", "ready", "serving" (after one token), "wake"
+    "crash_once": False,  # it crashes only if it never did before
     "crash_code": 1,  # exit code, or minus a signal number
     "crash_text": "",  # last lines on stderr before the crash
     "exit_after": None,  # seconds of being ready, then it ends with crash_code
@@ -43,6 +44,7 @@ KNOBS: dict[str, object] = {
     "token_gate": None,  # a path: all tokens but the first come only once it exists
     "prompt_seconds": 0.0,  # before the first token
     "stderr_lines": 0,  # noise at start
+    "status": None,  # POSTs are refused with this status
     "echo": False,  # POSTs are answered with what arrived: method, path, headers, body
     "n_ctx": 512,
     "memory_mib": None,  # {"CUDA0": [model, context, compute], "Host": ...}: told when measured and at a load
@@ -309,8 +311,12 @@ class Engine:
     # Its ends
 
     def crash_at(self, phase):
-        if self.knobs["crash"] == phase:
+        if self.knobs["crash"] == phase and not (self.knobs["crash_once"] and self.has_crashed()):
             self.crash(phase)
+
+    def has_crashed(self):
+        with open(self.model + ".journal") as file:
+            return any(json.loads(line)["event"] == "crash" for line in file)
 
     def crash(self, phase):
         self.journal("crash", phase=phase)

@@ -99,6 +99,9 @@ class Exchange:
             while engine.knobs["hang"] == "serving":
                 self.stop_if_gone()
                 time.sleep(0.02)
+            if engine.knobs["status"]:
+                self.refuse(int(engine.knobs["status"]), "server_error", "the stub was told to")
+                return
             if engine.knobs["echo"]:
                 self.send(
                     200,

@@ -1,7 +1,8 @@
 """`healthy.py ROLE`: ends with 0 if what this container is for works; the engine's health checks run it.
 
-gateway: it is ready for requests. supervisor: somebody leads and has opened the herd. worker: one gave a sign
-of life in the last 20 s. Errors are for `docker inspect`.
+gateway: it is ready for requests. supervisor: somebody leads, has opened the herd and does not say of itself
+that requests are left waiting. worker: one gave a sign of life in the last 20 s. Errors are for `docker
+inspect`.
 """
 
 import os
@@ -29,7 +30,8 @@ def herd(role: str) -> bool:
     keys = Keys(os.environ.get("LLAMASTEAD_REDIS_PREFIX", "llamastead:"))
     with connect_sync(url, socket_timeout=PATIENCE_S, connect_timeout=PATIENCE_S) as redis:
         if role == "supervisor":
-            return redis.exists(keys.leader, keys.herd) == 2
+            leads = redis.exists(keys.leader, keys.herd) == 2
+            return leads and redis.hget(keys.leadership, "ready") != b"0"
         return bool(redis.zcount(keys.workers, wall_ms() - SILENCE_MS, "+inf"))
 
 

@@ -41,11 +41,12 @@ class Connection(asyncio.Protocol):
     another. `on_lost` is called once, when the socket is gone.
     """
 
-    def __init__(self, on_lost: Callable[["Connection"], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_lost: Callable[["Connection"], None]) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
         self.lost = False
+        self._loop = loop
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
@@ -75,6 +76,11 @@ class Connection(asyncio.Protocol):
     def ended(self) -> bool:
         """True when all of the answer's body was read."""
         return self._done and not self._parts
+
+    @property
+    def arrived(self) -> bool:
+        """True when a piece of the body waits to be read."""
+        return bool(self._parts)
 
     @property
     def reusable(self) -> bool:
@@ -150,7 +156,7 @@ class Connection(asyncio.Protocol):
         self._sent = True
 
     async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
@@ -261,6 +267,11 @@ class Response:
     def ended(self) -> bool:
         """True when all of the body was read."""
         return self._connection is None or self._connection.ended
+
+    @property
+    def arrived(self) -> bool:
+        """True when a piece of the body waits to be read."""
+        return self._connection is not None and self._connection.arrived
 
     async def read(self) -> bytes:
         """Return the next bytes of the body as they come, empty at its end. Raises UpstreamDied."""

@@ -32,6 +32,8 @@ class Pool:
             raise ValueError(f"an instance's address must be unix:<path>, not {address!r}")
         self.address = address
         self._path = path
+        # Kept, since asking for it costs a system call each time (Python before 3.12).
+        self._loop = asyncio.get_running_loop()
         # The youngest at the end; taken from there, so that a burst's surplus grows old and goes.
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
@@ -90,13 +92,13 @@ class Pool:
         if self._closed or not connection.reusable:
             connection.abort()
             return
-        connection.idle_since = asyncio.get_running_loop().time()
+        connection.idle_since = self._loop.time()
         self._idle.append(connection)
         if self._reaper is None:
-            self._reaper = asyncio.get_running_loop().call_later(IDLE_S, self._reap)
+            self._reaper = self._loop.call_later(IDLE_S, self._reap)
 
     def _take(self) -> Connection | None:
-        oldest = asyncio.get_running_loop().time() - IDLE_S
+        oldest = self._loop.time() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since > oldest:
@@ -105,7 +107,7 @@ class Pool:
         return None
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         deadline = loop.time() + CONNECT_S
         while True:
             # A unix connect never waits: it succeeds, is refused, or finds the backlog full (which the event
@@ -115,7 +117,7 @@ class Pool:
                 sock.setblocking(False)
                 sock.connect(self._path)
                 _, connection = await loop.create_unix_connection(
-                    lambda: Connection(self._on_lost), sock=sock
+                    lambda: Connection(loop, self._on_lost), sock=sock
                 )
             except OSError as error:
                 sock.close()
@@ -136,12 +138,11 @@ class Pool:
 
     def _reap(self) -> None:
         self._reaper = None
-        loop = asyncio.get_running_loop()
-        oldest = loop.time() - IDLE_S
+        oldest = self._loop.time() - IDLE_S
         while self._idle and self._idle[0].idle_since <= oldest:
             self._idle.pop(0).abort()
         if self._idle:
-            self._reaper = loop.call_at(self._idle[0].idle_since + IDLE_S, self._reap)
+            self._reaper = self._loop.call_at(self._idle[0].idle_since + IDLE_S, self._reap)
 
 
 class Pools:

@@ -15,6 +15,7 @@ from llamastead.up.folder import gateway_note_path, http_place
 
 START_HINT = "start it with `llamastead up`, or give --url"
 PATIENCE_S = 30.0
+NO_LIMITS = httpx.Limits(max_connections=None)
 
 
 class ClientError(Exception):
@@ -34,15 +35,24 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run-dir", metavar="PATH", help="run folder of that `up` (LLAMASTEAD_RUN_DIR)")
 
 
+def settings_of(parsed: argparse.Namespace) -> Settings:
+    """Return the settings of the `llamastead up` whose run folder the flags name."""
+    return load_settings({"run_dir": parsed.run_dir} if parsed.run_dir else {})
+
+
 class Client:
     """Speaks to one gateway."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url
-        base, socket_path = http_place(url)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        transport = httpx.HTTPTransport(uds=socket_path)
-        self._http = httpx.Client(base_url=base, headers=headers, transport=transport, timeout=PATIENCE_S)
+        self._base, self._socket_path = http_place(url)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(
+            base_url=self._base,
+            headers=self._headers,
+            transport=httpx.HTTPTransport(uds=self._socket_path),
+            timeout=PATIENCE_S,
+        )
 
     @classmethod
     def of(cls, parsed: argparse.Namespace) -> "Client":
@@ -54,7 +64,7 @@ class Client:
                 else f"http://{parsed.url}"
             )
             return cls(url, parsed.api_key)
-        run_dir = load_settings({"run_dir": parsed.run_dir} if parsed.run_dir else {}).run_dir
+        run_dir = settings_of(parsed).run_dir
         try:
             note = json.loads(gateway_note_path(run_dir).read_text())
         except (OSError, ValueError):
@@ -63,27 +73,35 @@ class Client:
 
     def get(self, path: str, **params: str) -> Any:
         """Return the JSON that a GET answers. Raises ClientError."""
-        with self._readable_errors():
-            return _checked(self._http.get(path, params=params)).json()
+        with self.readable_errors():
+            return checked(self._http.get(path, params=params)).json()
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Return the JSON that a POST of JSON answers. Raises ClientError."""
-        with self._readable_errors():
-            return _checked(self._http.post(path, json=body)).json()
+        with self.readable_errors():
+            return checked(self._http.post(path, json=body)).json()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
         """Yield the lines of an answer as they come, however long that takes. Raises ClientError."""
         timeout = httpx.Timeout(PATIENCE_S, read=None)
         with (
-            self._readable_errors(),
+            self.readable_errors(),
             self._http.stream("GET", path, params=params, timeout=timeout) as answer,
         ):
             if not answer.is_success:
                 answer.read()
-            yield from _checked(answer).iter_lines()
+            yield from checked(answer).iter_lines()
+
+    def concurrent(self) -> httpx.AsyncClient:
+        """Return a client of the same gateway for many requests at once; whoever asked closes it."""
+        transport = httpx.AsyncHTTPTransport(uds=self._socket_path, limits=NO_LIMITS)
+        return httpx.AsyncClient(
+            base_url=self._base, headers=self._headers, transport=transport, timeout=PATIENCE_S
+        )
 
     @contextlib.contextmanager
-    def _readable_errors(self) -> Iterator[None]:
+    def readable_errors(self) -> Iterator[None]:
+        """Turn what goes wrong on the way to the gateway into a ClientError."""
         try:
             yield
         except httpx.InvalidURL as error:
@@ -107,7 +125,8 @@ def require_local_redis(settings: Settings) -> None:
         )
 
 
-def _checked(answer: httpx.Response) -> httpx.Response:
+def checked(answer: httpx.Response) -> httpx.Response:
+    """Return an answer that is a success; ClientError with its message when it is none."""
     if answer.is_success:
         return answer
     try:

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import version
+from typing import cast
 
+from redis.exceptions import RedisError
 from rich.text import Text
 
 from llamastead.cli.output import print_json, print_table
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.connect import check, connect, redact
 from llamastead.shared.store.errors import StoreUnreachable
+from llamastead.shared.store.keys import Keys
 from llamastead.supervisor.engine import Engine, EngineError, find_engine
 from llamastead.supervisor.registry.load import load_registry
 from llamastead.supervisor.registry.model import RegistryError, Sources
@@ -68,6 +71,7 @@ def _findings(settings: Settings) -> Iterator[Finding]:
     yield _run_folder(settings)
     yield from _engine(settings)
     yield asyncio.run(_redis(settings))
+    yield from asyncio.run(_supervisor(settings))
     yield _open_files()
 
 
@@ -149,6 +153,26 @@ async def _redis(settings: Settings) -> Finding:
     return Finding(
         "redis", Verdict.WARN if warnings else Verdict.OK, "; ".join(warnings) or f"{redact(url)} answers"
     )
+
+
+async def _supervisor(settings: Settings) -> list[Finding]:
+    """Whether the supervisor that leads says that it serves; nothing while none was ever there."""
+    client, keys = connect(settings.redis_url), Keys(settings.redis_prefix)
+    try:
+        leads = await client.exists(keys.leader)
+        about = cast("dict[str, str]", await client.hgetall(keys.leadership))
+    except RedisError:
+        about = {}
+    finally:
+        await client.aclose()
+    if not about:
+        return []
+    who = f"number {about.get('number')} on {about.get('host')}, pid {about.get('pid')}"
+    if not leads:
+        return [Finding("supervisor", Verdict.WARN, f"none leads; the last was {who}")]
+    if about.get("ready") == "0":
+        return [Finding("supervisor", Verdict.FAIL, f"{who}: {about.get('trouble')}")]
+    return [Finding("supervisor", Verdict.OK, f"{who} leads")]
 
 
 def _embedded_redis() -> Finding:

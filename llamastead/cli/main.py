@@ -4,14 +4,17 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
-from llamastead.cli import models, roles
+from llamastead.cli import memory, models, roles
 from llamastead.cli.client import ClientError, add_client_flags
 from llamastead.cli.doctor import doctor
+from llamastead.cli.drill import drill
 from llamastead.cli.events import events
 from llamastead.cli.flags import Parser, UsageError, add_setting_flags, given_settings, split_words
 from llamastead.cli.output import complain
 from llamastead.cli.redis_shell import redis_shell
+from llamastead.cli.report import report
 from llamastead.shared.ports import ListenError
 from llamastead.shared.settings import Settings, SettingsError, load_settings
 from llamastead.shared.store.errors import StoreUnreachable
@@ -127,6 +130,25 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
     )
     _client(made)
     made = add(
+        "devices",
+        "show the memory of each device and who holds it",
+        "  llamastead devices\n  llamastead devices --json",
+        memory.devices,
+    )
+    _client(made)
+    made = add(
+        "measure",
+        "show what a model takes, once it is measured",
+        "  llamastead measure gemma\n  llamastead measure gemma --load",
+        memory.measure,
+    )
+    made.add_argument("model", metavar="MODEL")
+    made.add_argument("--load", action="store_true", help="load it too, for what it really takes")
+    made.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default 60)"
+    )
+    _client(made)
+    made = add(
         "events",
         "print what happened in the herd, from its Redis",
         "  llamastead events -f\n  llamastead events -n 1000 --json",
@@ -135,6 +157,31 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
     _follow(made, 50)
     made.add_argument("--json", action="store_true", help="one JSON object a line")
     add_setting_flags(made, ("redis_url", "redis_prefix", "run_dir"))
+    made = add(
+        "drill",
+        "ask for models in a known order and write down what is loaded, stopped and how long it takes",
+        "  llamastead drill A B C A        with room for two: who makes room, who is cold\n"
+        "  llamastead drill A B A+C -o drill.json    A and C at once",
+        drill,
+    )
+    made.add_argument("sequence", nargs="+", metavar="MODEL", help="a step; A+B asks for A and B at once")
+    _output(made, "the record")
+    _client(made)
+    made = add(
+        "report",
+        "write what an operator signs: presets, engine, limits, memory, and a drill's steps",
+        "  llamastead report -o report.md\n  llamastead report drill.json --json",
+        report,
+    )
+    made.add_argument(
+        "record",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="of `drill` (default: the last of the run folder)",
+    )
+    _output(made, "the report")
+    _client(made)
     made = add(
         "doctor",
         "check whether this machine can run a herd",
@@ -156,6 +203,10 @@ def _client(parser: Parser, json: bool = True) -> None:
     if json:
         parser.add_argument("--json", action="store_true", help="print JSON")
     add_client_flags(parser)
+
+
+def _output(parser: Parser, what: str) -> None:
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {what} there")
 
 
 def _follow(parser: Parser, lines: int) -> None:

@@ -57,16 +57,16 @@ def unload(parsed: argparse.Namespace) -> int:
 
 
 def show_queue(parsed: argparse.Namespace) -> int:
-    """Show who waits, first come first."""
+    """Show who waits and why, in the order in which they are served."""
     answer = Client.of(parsed).get("/queue")
     if parsed.json:
         print_json(answer)
         return 0
     rows = [
-        (str(e["position"]), e["model"], duration(e["waiting_ms"] / 1000), str(len(e["requests"])))
+        (str(e["position"]), e["model"], duration(e["waiting_ms"] / 1000), str(len(e["requests"])), e["wait"])
         for e in answer["queue"]
     ]
-    print_table(("place", "model", "waiting", "requests"), rows)
+    print_table(("place", "model", "waiting", "requests", "why"), rows)
     return 0
 
 

@@ -1,4 +1,4 @@
--- Claims a model's READY instance, or enrols a ticket for it. One script, so that there is no instant between
+-- Claims a model's READY instance (for a peek a SLEEPING one too), or enrols a ticket for it. One script, so that there is no instant between
 -- looking at the state and holding the claim.
 --
 -- KEYS: herd gateways model_key queue tickets_key commands events
@@ -27,7 +27,7 @@ if instance and instance ~= '' and instance ~= not_instance then
   local record = prefix .. 'instance:' .. instance
   local state, address, nonce, revision =
     unpack(redis.call('HMGET', record, 'state', 'address', 'nonce', 'state_revision'))
-  if state == 'ready' then
+  if state == 'ready' or (state == 'sleeping' and kind == 'peek') then
     redis.call('HSET', prefix .. 'leases:' .. instance, gateway, ticket .. ':' .. beat)
     take_ticket(model, ticket) -- enrolled by an earlier call whose answer was lost
     return { instance, address, nonce, revision }

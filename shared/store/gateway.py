@@ -8,8 +8,16 @@ from redis.asyncio import Redis
 
 from llamastead.shared.store.errors import Code, refusal
 from llamastead.shared.store.keys import Keys
-from llamastead.shared.store.parse import demands, lease_id, messages
-from llamastead.shared.store.records import Cursors, Demand, Granted, HeartbeatResult, Messages, Waiting
+from llamastead.shared.store.parse import WAIT_FIELDS, demands, lease_id, messages, wait
+from llamastead.shared.store.records import (
+    Cursors,
+    Demand,
+    Granted,
+    HeartbeatResult,
+    Messages,
+    Wait,
+    Waiting,
+)
 from llamastead.shared.store.scripts import Scripts
 from llamastead.shared.words import UseKind
 
@@ -89,8 +97,9 @@ class GatewayStore:
     ) -> Granted | Waiting:
         """Claim the model's instance, or stand in the queue for it.
 
-        READY and not `not_instance`: a lease is booked whose id is the ticket's (over an older lease of this
-        gateway there; see `release`). Anything else: the ticket is enrolled and the supervisor told.
+        READY, or SLEEPING for a peek, and not `not_instance`: a lease is booked whose id is the ticket's
+        (over an older lease of this gateway there; see `release`). Anything else: the ticket is enrolled and
+        the supervisor told.
         `deadline_ms` counts from now; what waits longer is failed by the supervisor. `first_arrival_ms`
         enrols a lost ticket with its old place. Calling again with the same ticket is harmless; a call of
         unknown outcome is undone by `give_back`. Raises NoHerd, UnknownModel, Unregistered, QueueFull.
@@ -142,6 +151,18 @@ class GatewayStore:
             {"instance": instance, "gateway": gateway, "lease": lease, "used": int(used)},
         )
         return bool(reply)
+
+    async def report(self, instance: str, right: bool, broken_after: int) -> int:
+        """Note how an instance answered inference; return its errors so far, 0 once an answer was right.
+
+        `broken_after` errors with no right answer since its load tell the supervisor that it is broken.
+        """
+        reply = await self._scripts.call(
+            "report",
+            {"instance_key": self._keys.instance(instance), "commands": self._keys.commands},
+            {"instance": instance, "right": int(right), "broken_after": broken_after},
+        )
+        return int(reply)
 
     async def give_back(self, model: str, ticket: str, gateway: str) -> bool:
         """Take a ticket out of the queue, or undo what an `acquire` of unknown outcome booked under this id.
@@ -217,6 +238,17 @@ class GatewayStore:
         """Return who waits: model → its tickets, the entry that came first standing first."""
         now_ms, entries = await self._scripts.call("read_queue", {"queue": self._keys.queue}, {})
         return demands(now_ms, entries)
+
+    async def read_waits(self) -> tuple[int, dict[str, Wait]]:
+        """Return Redis's time and why models are waited for, as the supervisor wrote it; two round trips."""
+        names = cast("list[str]", await self._redis.zrange(self._keys.models, 0, -1))
+        pipeline = self._redis.pipeline()
+        pipeline.time()
+        for name in names:
+            pipeline.hmget(self._keys.model(name), WAIT_FIELDS)
+        (seconds, micros), *found = await pipeline.execute()
+        waits = {name: wait(values) for name, values in zip(names, found, strict=True) if values[0]}
+        return seconds * 1000 + micros // 1000, waits
 
     async def read_instances(self) -> dict[str, dict[str, str]]:
         """Return every instance, oldest first, id → fields; two round trips."""

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from llamastead.shared.store.records import Command, Demand, Message, Ticket
-from llamastead.shared.words import UseKind
+from llamastead.shared.store.records import Command, Demand, Message, Ticket, Wait
+from llamastead.shared.words import UseKind, WaitReason
 
 
 def pairs(flat: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -40,6 +40,22 @@ def _ticket(ticket: str, value: str) -> Ticket:
         fields["request_id"],
         fields["enqueued_ms"],
         fields["deadline_ms"],
+    )
+
+
+WAIT_FIELDS = ("wait_reason", "wait_for", "wait_until_ms", "wait_since_ms", "wait_rank_ms", "wait_ordered")
+
+
+def wait(values: Sequence[str | None]) -> Wait:
+    """Return why an entry waits from the values of WAIT_FIELDS."""
+    reason, blockers, until_ms, since_ms, rank_ms, ordered = (value or "" for value in values)
+    return Wait(
+        WaitReason(reason) if reason in set(WaitReason) else None,
+        json.loads(blockers or "{}"),
+        int(until_ms) if until_ms else None,
+        int(since_ms or 0),
+        int(rank_ms or 0),
+        ordered == "1",
     )
 
 

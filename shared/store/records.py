@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamastead.shared.words import UseKind
+from llamastead.shared.words import UseKind, WaitReason
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,22 @@ class Demand:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """Why a queue entry waits. `reason` None is a fault: the supervisor knows none.
+
+    `blockers` is instance → model of what is in its way, `until_ms` when that ends by itself, if known.
+    `since_ms` is its first arrival, `rank_ms` what orders the queue; `ordered`: its load was asked for.
+    """
+
+    reason: WaitReason | None
+    blockers: Mapping[str, str]
+    until_ms: int | None
+    since_ms: int
+    rank_ms: int
+    ordered: bool
+
+
+@dataclass(frozen=True)
 class Claims:
     """Who holds an instance: gateway → lease id; when it was last used for inference (0 = never)."""
 
@@ -124,7 +140,8 @@ class Command:
     """Something asked of the supervisor.
 
     Verbs of gateways: load, unload, logs, … (`gateway` set: answer it). Verbs that scripts and jobs write (no
-    answer): demand{model}, left{model}, idle{instance, last_used_ms}, metadata{identity, model}. `expired`:
+    answer): demand{model}, left{model}, idle{instance, last_used_ms}, broken{instance, errors},
+    metadata{identity, model}. `expired`:
     its deadline had passed when it was read; answer so and do nothing.
     """
 

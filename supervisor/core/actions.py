@@ -140,11 +140,12 @@ class Weighed:
 @dataclass(frozen=True)
 class Decide:
     """Record a decision that was taken: to make room for `model`, with every candidate and the filter that
-    spared it.
+    spared it. `requests` are the ids of requests it was taken for.
     """
 
     model: str
     weighed: tuple[Weighed, ...]
+    requests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

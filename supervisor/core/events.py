@@ -149,7 +149,9 @@ class FellAsleep:
 
 @dataclass(frozen=True)
 class Unresponsive:
-    """A ready instance did not answer its probes; `reason` says which and how often."""
+    """A ready instance is of no use: it answers no probes, or requests with errors only; `reason` says
+    which.
+    """
 
     instance: str
     reason: str

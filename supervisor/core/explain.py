@@ -2,46 +2,43 @@
 
 from dataclasses import dataclass
 
+from llamastead.shared.waiting import sentence
+from llamastead.shared.words import InstanceState, WaitReason
 from llamastead.supervisor.core import queue
-from llamastead.supervisor.core.reasons import WaitReason
-from llamastead.supervisor.core.state import State, Wait
+from llamastead.supervisor.core.reasons import Verdict
+from llamastead.supervisor.core.state import Ask, Instance, State
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """One row of the queue: `position` from 1, `age` and `drains_in` in seconds (None: no drain is due)."""
+    """One row of the queue.
+
+    `position` counts from 1, `rank` orders the queue and does not change while an entry waits, `first` is its
+    first arrival, `age` is in seconds. `blockers` are the instances in its way, `blocking` their models;
+    `until` is when that ends by itself (a drain for it begins, a back-off is over), if known. `requests` are
+    ids of those who wait.
+    """
 
     position: int
     model: str
     tickets: int
     ordered: bool
+    first: float
+    rank: float
     age: float
     reason: WaitReason | None
     text: str
     blockers: tuple[str, ...]
-    drains_in: float | None
+    blocking: tuple[str, ...]
+    until: float | None
+    requests: tuple[str, ...]
 
 
 def explain(state: State, now: float) -> tuple[Explanation, ...]:
     """Return the queue in its order, each entry with the one reason it waits for."""
-    rows = []
-    for position, entry in enumerate(queue.entries(state), start=1):
-        wait = state.waits.get(entry.model)
-        drains = max(0.0, entry.overdue_at - now) if wait and wait.reason is WaitReason.BUSY else None
-        rows.append(
-            Explanation(
-                position=position,
-                model=entry.model,
-                tickets=entry.tickets,
-                ordered=entry.ordered,
-                age=max(0.0, now - entry.first),
-                reason=wait.reason if wait else None,
-                text=_text(state, wait, now, drains) if wait else "waits without a reason, which is a fault",
-                blockers=wait.blockers if wait else (),
-                drains_in=drains,
-            )
-        )
-    return tuple(rows)
+    return tuple(
+        _row(state, position, entry, now) for position, entry in enumerate(queue.entries(state), start=1)
+    )
 
 
 def unexplained(state: State) -> tuple[str, ...]:
@@ -49,29 +46,39 @@ def unexplained(state: State) -> tuple[str, ...]:
     return tuple(entry.model for entry in queue.entries(state) if entry.model not in state.waits)
 
 
-_TEXTS = {
-    WaitReason.RECOVERING: "waits until the supervisor has found out what runs",
-    WaitReason.LOADING: "its model loads",
-    WaitReason.GRANTING: "its model is ready",
-    WaitReason.WAKING: "its model wakes",
-    WaitReason.LEAVING: "its model is still on its way out and loads again after that",
-    WaitReason.STOP_FAILED: "waits for {names}, which could not be stopped",
-    WaitReason.BACK_OFF: "its model failed; the next try is{until}",
-    WaitReason.MEASURING: "waits until its memory is measured{until}",
-    WaitReason.RELEASING: "waits until memory of models that ended shows as free",
-    WaitReason.VICTIM: "waits for {names} to stop",
-    WaitReason.BUSY: "waits for {names}: {leases} in use",
-    WaitReason.RESIDENCE: "waits for {names}, which stays a little after its load{until}",
-    WaitReason.PINNED: "waits for room; all that could make it is pinned ({names})",
-    WaitReason.STARTING_OTHERS: "waits for {names} to finish loading",
-    WaitReason.BEHIND: "waits behind those before it in the queue",
-}
+def spared(state: State, now: float) -> dict[str, Verdict | None]:
+    """Return of each instance what keeps it from being sent away for another model now (None: it may go)."""
+    wanted = {entry.model for entry in queue.entries(state)}
+    return {name: _spared(state, instance, wanted, now) for name, instance in state.instances.items()}
 
 
-def _text(state: State, wait: Wait, now: float, drains: float | None) -> str:
-    held = [state.instances[name] for name in wait.blockers if name in state.instances]
-    names = ", ".join(sorted({instance.model for instance in held})) or "room"
-    leases = sum(instance.leases for instance in held)
-    until = "" if wait.until is None else f" in {max(0.0, wait.until - now):.0f} s"
-    text = _TEXTS[wait.reason].format(names=names, leases=leases, until=until)
-    return text if drains is None else f"{text}, drains in {drains:.0f} s"
+def _spared(state: State, instance: Instance, wanted: set[str], now: float) -> Verdict | None:
+    if instance.state is InstanceState.STOPPING or instance.ask is Ask.STOP:
+        return Verdict.LEAVING
+    candidate = queue.candidate(state, instance, wanted)
+    if candidate.spared is None and candidate.held_until(state.policy.max_wait) > now:
+        return Verdict.RESIDENCE
+    return candidate.spared
+
+
+def _row(state: State, position: int, entry: queue.Entry, now: float) -> Explanation:
+    wait = state.waits.get(entry.model)
+    demand = state.demands.get(entry.model)
+    reason, until = (wait.reason, wait.until) if wait else (None, None)
+    blockers = tuple(name for name in wait.blockers if name in state.instances) if wait else ()
+    held = tuple(state.instances[name].model for name in blockers)
+    return Explanation(
+        position=position,
+        model=entry.model,
+        tickets=entry.tickets,
+        ordered=entry.ordered,
+        first=entry.first,
+        rank=queue.rank(state, entry),
+        age=max(0.0, now - entry.first),
+        reason=reason,
+        text=sentence(reason, held, seconds_left=None if until is None else until - now),
+        blockers=blockers,
+        blocking=held,
+        until=until,
+        requests=demand.requests if demand else (),
+    )

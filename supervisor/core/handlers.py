@@ -110,6 +110,7 @@ def on_adopted(draft: Draft, event: ev.Adopted) -> None:
         served=used or event.leases > 0,
         leases=event.leases,
         needs=before.needs if event.needs is None else event.needs,
+        drowsy=event.state is S.SLEEPING,
     )
     if event.ordered or event.state in {S.STOPPING, S.STOP_FAILED}:
         adopted = replace(adopted, leaving=Leaving(event.end_class, ordered=True))
@@ -153,7 +154,7 @@ def on_loading(draft: Draft, instance: Instance, event: ev.Loading) -> None:
     """Note progress. An awake or sleeping instance that loads is waking, whoever woke it."""
     moved = event.progress != instance.progress or instance.state not in {S.LOADING, S.WAKING}
     fields: dict[str, Any] = {"progress": event.progress, "moved_at": draft.now} if moved else {}
-    loading = draft.change(instance, Change.LOADING, **fields)
+    loading = draft.change(instance, Change.LOADING, drowsy=False, **fields)
     draft.set(loading, resting=instance.resting and loading.state is not S.WAKING)
 
 
@@ -167,7 +168,7 @@ def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None
     """Make it ready and grant those who wait. A repeated line changes nothing, so it may be sent at every
     look.
     """
-    ready = draft.change(instance, Change.READY, resting=False)
+    ready = draft.change(instance, Change.READY, drowsy=False, resting=False)
     if instance.state is not S.READY:
         draft.state = ledger.settle(draft.state, ready, {**ready.needs, **ready.shown})
         ready = draft.state.instances[ready.id]
@@ -191,22 +192,16 @@ def on_took(draft: Draft, instance: Instance, event: ev.Took) -> None:
 
 
 def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
-    """Try to make it asleep for all. While a script runs or somebody holds it the line is old news or soon
-    will be; holders repeat it, so nothing is lost by leaving it.
-    """
-    if instance.state is S.STARTING or instance.state is S.LOADING:
+    """Note it. It is made asleep for all by the look that finds that nobody holds it, who would wake it."""
+    if instance.state in LOADS:
         on_became_ready(draft, instance, ev.BecameReady(instance.id))
-        return
-    contested = instance.ask is not None or (instance.state is S.WAKING and instance.leases > 0)
-    if contested or instance.state is S.SLEEPING:
-        return
-    asleep = draft.change(instance, Change.ASLEEP)
-    if asleep.state is S.SLEEPING:
-        _try_sleep(draft, asleep)
+    elif instance.state is S.RECOVERING:
+        _try_sleep(draft, draft.change(instance, Change.ASLEEP))
+    draft.set(draft.state.instances[instance.id], drowsy=True)
 
 
 def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) -> None:
-    """End an instance that accepts and never answers; it counts as crashed."""
+    """End an instance that never answers, or never right; it counts as crashed."""
     if instance.state not in {S.READY, S.DRAINING}:
         return
     old = instance.leaving or Leaving(EndClass.CRASHED)
@@ -244,11 +239,9 @@ def on_stop_failed(draft: Draft, instance: Instance, _: ev.StopFailed) -> None:
 
 
 def on_granted(draft: Draft, instance: Instance, event: ev.Granted) -> None:
-    """Count the leases. One that was to wake and has nobody to wake it sleeps on."""
-    granted = _settle(draft, instance, leases=instance.leases + event.leases, served=event.leases > 0)
+    """Count the leases."""
+    _settle(draft, instance, leases=instance.leases + event.leases, served=event.leases > 0)
     draft.drop_demand(instance.model)
-    if granted.state is S.WAKING and granted.leases == 0:
-        _try_sleep(draft, draft.change(granted, Change.ASLEEP))
 
 
 def on_stop_granted(draft: Draft, instance: Instance, _: ev.StopGranted) -> None:
@@ -299,7 +292,7 @@ def on_slept(draft: Draft, instance: Instance, _: ev.Slept) -> None:
 
 
 def on_sleep_refused(draft: Draft, instance: Instance, event: ev.SleepRefused) -> None:
-    """Somebody holds it: for all it is ready, and their request wakes the engine."""
+    """Somebody holds it: for all it is ready. Their request wakes the engine, or a later look tries again."""
     settled = _settle(draft, instance, leases=event.claims, served=event.claims > 0)
     if settled.state is S.SLEEPING:
         draft.change(settled, Change.READY)

@@ -41,6 +41,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.READY: S.READY,
         Change.ASLEEP: S.SLEEPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.STARTING: {
@@ -48,6 +49,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.READY: S.READY,
         Change.ABORT: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.LOADING: {
@@ -55,6 +57,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.READY: S.READY,
         Change.ABORT: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.READY: {
@@ -64,6 +67,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.DRAIN: S.DRAINING,
         Change.STOP: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.DRAINING: {
@@ -73,6 +77,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.UNDRAIN: S.READY,
         Change.STOP: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.SLEEPING: {
@@ -83,6 +88,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.DRAIN: S.DRAINING,
         Change.STOP: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.WAKING: {
@@ -93,6 +99,7 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
         Change.STOP: S.STOPPING,
         Change.ABORT: S.STOPPING,
         Change.FORCE: S.STOPPING,
+        Change.STUCK: S.STOP_FAILED,
         Change.BROKE: S.FAILED,
     },
     S.STOPPING: {

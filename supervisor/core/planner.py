@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import comb
 
-from llamastead.supervisor.core.reasons import RefuseReason, Verdict, WaitReason
+from llamastead.shared.words import WaitReason
+from llamastead.supervisor.core.reasons import RefuseReason, Verdict
 from llamastead.supervisor.core.state import Wait
 
 SLOT = "slot"

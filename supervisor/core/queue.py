@@ -47,8 +47,12 @@ def entries(state: State) -> list[Entry]:
         if spec and arrivals:
             first = min(arrivals)
             found.append(Entry(model, first, waiting, model in state.orders, first + max_wait(state, spec)))
-    step = state.policy.priority_step
-    return sorted(found, key=lambda e: (e.first - step * state.models[e.model].priority, e.first, e.model))
+    return sorted(found, key=lambda e: (rank(state, e), e.first, e.model))
+
+
+def rank(state: State, entry: Entry) -> float:
+    """Return what orders the queue: the arrival, less the head start of the model's priority class."""
+    return entry.first - state.policy.priority_step * state.models[entry.model].priority
 
 
 def max_wait(state: State, spec: ModelSpec) -> float:

@@ -3,26 +3,6 @@
 from enum import StrEnum
 
 
-class WaitReason(StrEnum):
-    """The one reason a queue entry waits for."""
-
-    RECOVERING = "recovering"
-    LOADING = "loading"
-    GRANTING = "granting"
-    WAKING = "waking"
-    LEAVING = "leaving"
-    STOP_FAILED = "stop_failed"
-    BACK_OFF = "back_off"
-    MEASURING = "measuring"
-    VICTIM = "victim"
-    RELEASING = "releasing"
-    BUSY = "busy"
-    RESIDENCE = "residence"
-    PINNED = "pinned"
-    STARTING_OTHERS = "starting_others"
-    BEHIND = "behind"
-
-
 class RefuseReason(StrEnum):
     """Why tickets end without being served; stands in the error's `reason`."""
 

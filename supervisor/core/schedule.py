@@ -6,7 +6,7 @@ Nothing hangs on having seen a particular event, so a lost or late one costs tim
 from dataclasses import asdict, replace
 
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import ledger, planner, queue, trouble
 from llamastead.supervisor.core.actions import (
     AbortLoad,
@@ -15,6 +15,7 @@ from llamastead.supervisor.core.actions import (
     Grant,
     Start,
     TryDrain,
+    TrySleep,
     TryStop,
     TryUndrain,
     Wake,
@@ -22,7 +23,7 @@ from llamastead.supervisor.core.actions import (
 )
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, SERVES, Change
-from llamastead.supervisor.core.reasons import RefuseReason, WaitReason
+from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Ask, Instance, Leaving, State, Wait
 
 S = InstanceState
@@ -41,6 +42,7 @@ def look(draft: Draft) -> None:
     _send_vanished_away(draft)
     _grant(draft)
     _send_ordered_away(draft)
+    _lie_down(draft)
     _end_idle(draft)
     _plan(draft)
     _undrain(draft)
@@ -132,6 +134,18 @@ def _grant(draft: Draft) -> None:
         if instance.state is S.READY and not instance.ask and instance.model in draft.state.demands:
             draft.set(instance, ask=Ask.GRANT)
             draft.do(Grant(instance.id, instance.model))
+
+
+def _lie_down(draft: Draft) -> None:
+    """Make asleep for all whose engine sleeps and whom nobody holds: the line came while somebody did, or
+    those it was woken for have left, or asked what it answers in its sleep.
+    """
+    for instance in _instances(draft):
+        held = instance.leases or instance.leaving or instance.ask or instance.stale
+        awake = instance.state is S.READY or instance.state is S.WAKING
+        if instance.drowsy and awake and not held:
+            draft.change(instance, Change.ASLEEP, ask=Ask.SLEEP)
+            draft.do(TrySleep(instance.id))
 
 
 def _plan(draft: Draft) -> None:
@@ -289,7 +303,8 @@ def _send_away(draft: Draft, need: planner.Need, decided: planner.MakeRoom, seen
     weighed = tuple(
         Weighed(c.instance, c.model, planner.verdict(c, need, decided, draft.now)) for c in seen.candidates
     )
-    draft.do(Decide(need.model, weighed))
+    demand = draft.state.demands.get(need.model)
+    draft.do(Decide(need.model, weighed, demand.requests if demand else ()))
     evicted = Leaving(EndClass.EVICTED, need.model)
     for name in decided.aborts:
         abandoned = replace(evicted, end_class=EndClass.ABANDONED)

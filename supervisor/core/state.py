@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import EndClass, InstanceState
-from llamastead.supervisor.core.reasons import WaitReason
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,14 @@ class Demand:
     """Tickets that wait for a model: `first` is the arrival of the oldest, `expired` those past the queue
     time-out.
 
-    `tickets` counts all of them, the expired ones included.
+    `tickets` counts all of them, the expired ones included; `requests` names the oldest few by their request
+    ids, for those who read of a decision.
     """
 
     first: float
     tickets: int
     expired: tuple[str, ...] = ()
+    requests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,9 @@ class Instance:
 
     `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready;
     `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease
-    was ever held on it; `resting` that it sleeps and has given its bytes back but for `rests`; `stale` that
-    the last refusal said nothing that helps, so no script is tried before facts are read again.
+    was ever held on it; `drowsy` that its engine said it sleeps, and nothing since; `resting` that it sleeps
+    for all and has given its bytes back but for `rests`; `stale` that the last refusal said nothing that
+    helps, so no script is tried before facts are read again.
 
     `needs` is what is booked for it awake, `shown` how much of that its devices show as used.
     """
@@ -160,6 +162,7 @@ class Instance:
     ask: Ask | None = None
     leaving: Leaving | None = None
     stale: bool = False
+    drowsy: bool = False
     resting: bool = False
     rests: Mapping[str, int] = field(default_factory=dict)
     shown: Mapping[str, int] = field(default_factory=dict)

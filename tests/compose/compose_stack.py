@@ -44,6 +44,8 @@ class Stack:
         ours = ("LLAMASTEAD_", "LLAMA_", "COMPOSE_")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self.env |= {"LLAMASTEAD_PORT": str(port), "COMPOSE_DISABLE_ENV_FILE": "1"}
+        # One thread: several that wait for each other crawl on a machine where other things run.
+        self.env |= {"LLAMASTEAD_INSTANCE_ARGS": "--threads 1"}
 
     def compose(self, *args: str, stdin: bytes | None = None, patience_s: float = PATIENCE_S) -> str:
         """Run a compose command and return its standard output; fail with its errors."""
@@ -59,14 +61,17 @@ class Stack:
         return done.stdout.decode().strip()
 
     def logs(self, lines: int = 200) -> str:
-        """Return the last lines of every container."""
+        """Return what health checks said last of unhealthy containers, and the last lines of all containers."""
+        label = f"label=com.docker.compose.project={self.project}"
+        unwell = docker("ps", "--all", "--quiet", "--filter", label, "--filter", "health=unhealthy").split()
+        checks = [f"{known['Name']}: {known['State']['Health']}" for known in map(self.inspect, unwell)]
         done = subprocess.run(
             [*self.command, "logs", "--no-color", "--tail", str(lines)],
             capture_output=True,
             env=self.env,
             check=False,
         )
-        return done.stdout.decode(errors="replace")
+        return "\n".join([*checks, done.stdout.decode(errors="replace")])
 
     def up(self, *args: str) -> None:
         """Start, or scale, and wait until everything is healthy; images are never built or pulled here."""

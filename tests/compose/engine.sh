@@ -69,7 +69,7 @@ guard() { # nothing sent to the pool's addresses may leave by the uplink
 
 up() {
   install
-  alive && return
+  down # one that a killed run left may have no way out
   [ -e "$dir/iptables.before" ] || iptables-save >"$dir/iptables.before"
   cat /proc/sys/net/ipv4/ip_forward >"$dir/ip_forward.before"
   start env
@@ -135,7 +135,7 @@ END
 bases() {
   debian
   python
-  stand_in redis:7 - <<END
+  stand_in redis:7 "$dir/client" <<END
 FROM debian:$suite-slim
 RUN apt-get update && apt-get install -y --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \
  && mkdir -p /data && chown redis:redis /data
@@ -143,7 +143,7 @@ WORKDIR /data
 VOLUME /data
 CMD ["redis-server"]
 END
-  stand_in nginx:1 - <<END
+  stand_in nginx:1 "$dir/client" <<END
 FROM debian:$suite-slim
 RUN apt-get update && apt-get install -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/*
 END

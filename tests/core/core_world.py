@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core import ledger
 from llamastead.supervisor.core.explain import explain, unexplained
 from llamastead.supervisor.core.queue import entries
-from llamastead.supervisor.core.reasons import WaitReason
 from llamastead.supervisor.core.state import Ask, Claims, Demand, Device, ModelSpec, Policy, State, initial
 from llamastead.supervisor.core.step import Step, step
 

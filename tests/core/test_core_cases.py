@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from core_herd import Herd, exited, spec
 
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core.reasons import Verdict, WaitReason
+from llamastead.supervisor.core.reasons import Verdict
 from llamastead.supervisor.core.state import Claims, Demand, Leaving, Wait
 
 S = InstanceState
@@ -160,7 +160,7 @@ def test_c13_a_streaming_model_is_drained_late_and_stopped_only_when_it_is_done(
     a = herd.of("a").id
     herd.lease("a", 1)
     assert herd.ask("b", at=5.0) == ()
-    assert herd.why("b") == "waits for a: 1 in use, drains in 30 s"
+    assert herd.why("b") == "waits for a, in use, drains in 30 s"
     assert herd.last.wake_at == 35.0
     assert herd.tick(34.9) == ()
     assert herd.tick(35.0)[-1] == act.TryDrain(a, "b")
@@ -616,6 +616,31 @@ def test_a_sleeper_is_woken_through_admission() -> None:
     assert other.of("a").state is S.SLEEPING
 
 
+def test_a_sleeper_whose_wakers_have_left_sleeps_on() -> None:
+    """A is woken for one who leaves before its engine notices; B falls asleep while a read holds it: both are
+    asleep as soon as nobody holds them, without another word of their engines.
+    """
+    herd = Herd("a", "b")
+    ready(herd, "a")
+    ready(herd, "b")
+    a, b = herd.of("a").id, herd.of("b").id
+    herd.do(ev.FellAsleep(a), at=10.0)
+    herd.do(ev.Slept(a))
+    herd.ask("a", at=20.0)
+    herd.waiting.clear()
+    herd.claims[a] = herd.claims[b] = Claims(1)
+    herd.do(ev.Granted(a, 1))
+    herd.see()
+    assert herd.do(ev.FellAsleep(b), at=21.0) == ()
+    assert (herd.of("a").state, herd.of("b").state) == (S.WAKING, S.READY)
+    herd.claims.clear()
+    assert set(herd.see(at=22.0)) == {act.TrySleep(a), act.TrySleep(b)}
+    herd.do(ev.Slept(a))
+    herd.do(ev.SleepRefused(b, 1))
+    assert (herd.of("a").state, herd.of("b").state) == (S.SLEEPING, S.READY)
+    assert herd.see(at=23.0) == (act.TrySleep(b),)
+
+
 def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     """A sleeps, lacks the bytes to wake and is asked for; B needs a slot: B takes the idle C, not the
     wanted A.
@@ -630,7 +655,7 @@ def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     ready(herd, "c", at=7.0, used=7.0)
     herd.lease("d", 1)
     assert herd.ask("a", at=20.0) == ()
-    assert herd.why("a").startswith("waits for d: 1 in use")
+    assert herd.why("a").startswith("waits for d, in use")
     assert herd.ask("b", at=21.0)[-1] == act.TryStop(herd.of("c").id, EndClass.EVICTED, "b")
 
 
@@ -717,3 +742,15 @@ def test_news_of_an_instance_that_is_gone_changes_nothing() -> None:
     for event in (ev.BecameReady("x"), ev.StopGranted("x"), exited("x"), ev.Granted("x", 3), ev.Moved("x")):
         assert herd.do(event) == ()
         assert herd.state == before
+
+
+def test_an_engine_that_outlives_its_holder_is_stop_failed():
+    """C58: report a ready instance as beyond KILL, as when its holder died: it counts, others wait."""
+    herd = Herd("a", "b", models_max=1)
+    herd.ask("a")
+    herd.serve("a")
+    own = herd.of("a").id
+    herd.do(ev.StopFailed(own), at=30.0)
+    herd.ask("b")
+    assert herd.state.instances[own].state is InstanceState.STOP_FAILED
+    assert list(herd.state.instances) == [own]

@@ -12,13 +12,13 @@ S = InstanceState
 GONE = {S.STOPPED, S.FAILED}
 NEWS = {Change.LOADING, Change.READY, Change.ASLEEP}
 LEGAL = {
-    S.RECOVERING: NEWS | {Change.FORCE, Change.BROKE},
-    S.STARTING: {Change.LOADING, Change.READY, Change.ABORT, Change.FORCE, Change.BROKE},
-    S.LOADING: {Change.LOADING, Change.READY, Change.ABORT, Change.FORCE, Change.BROKE},
-    S.READY: NEWS | {Change.DRAIN, Change.STOP, Change.FORCE, Change.BROKE},
-    S.DRAINING: NEWS | {Change.UNDRAIN, Change.STOP, Change.FORCE, Change.BROKE},
-    S.SLEEPING: NEWS | {Change.WAKE, Change.DRAIN, Change.STOP, Change.FORCE, Change.BROKE},
-    S.WAKING: NEWS | {Change.DRAIN, Change.STOP, Change.ABORT, Change.FORCE, Change.BROKE},
+    S.RECOVERING: NEWS | {Change.FORCE, Change.STUCK, Change.BROKE},
+    S.STARTING: {Change.LOADING, Change.READY, Change.ABORT, Change.FORCE, Change.STUCK, Change.BROKE},
+    S.LOADING: {Change.LOADING, Change.READY, Change.ABORT, Change.FORCE, Change.STUCK, Change.BROKE},
+    S.READY: NEWS | {Change.DRAIN, Change.STOP, Change.FORCE, Change.STUCK, Change.BROKE},
+    S.DRAINING: NEWS | {Change.UNDRAIN, Change.STOP, Change.FORCE, Change.STUCK, Change.BROKE},
+    S.SLEEPING: NEWS | {Change.WAKE, Change.DRAIN, Change.STOP, Change.FORCE, Change.STUCK, Change.BROKE},
+    S.WAKING: NEWS | {Change.DRAIN, Change.STOP, Change.ABORT, Change.FORCE, Change.STUCK, Change.BROKE},
     S.STOPPING: set(Change) - {Change.WAKE, Change.ABORT},
     S.STOP_FAILED: set(Change) - {Change.WAKE, Change.ABORT},
     S.STOPPED: set(),

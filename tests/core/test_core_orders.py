@@ -5,11 +5,10 @@ is lost.
 from core_herd import Herd, spec
 
 from llamastead.shared.errors import ApiError
-from llamastead.shared.words import EndClass, InstanceState
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.orders import preload_problem
-from llamastead.supervisor.core.reasons import WaitReason
 from llamastead.supervisor.core.state import Claims
 
 S = InstanceState
@@ -45,7 +44,7 @@ def test_loads_queue_like_any_demand_instead_of_failing() -> None:
     assert herd.do(ev.LoadOrdered("x", "1"), at=5.0) == (act.Answer("1"),)
     assert herd.do(ev.LoadOrdered("x", "2"), at=6.0) == (act.Answer("2"),)
     herd.ask("y", at=7.0)
-    assert herd.why("x").startswith("waits for a: 1 in use")
+    assert herd.why("x").startswith("waits for a, in use")
     assert herd.state.waits["y"].reason is WaitReason.BEHIND
     herd.lease("a", 0)
     assert herd.of("a").leaving is not None

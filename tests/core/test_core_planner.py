@@ -7,7 +7,7 @@ from core_herd import Herd, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llamastead.shared.words import EndClass
+from llamastead.shared.words import EndClass, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.planner import (
@@ -23,7 +23,8 @@ from llamastead.supervisor.core.planner import (
     plan,
     reserve,
 )
-from llamastead.supervisor.core.reasons import RefuseReason, Verdict, WaitReason
+from llamastead.supervisor.core.reasons import RefuseReason, Verdict
+from llamastead.supervisor.core.state import Demand
 
 NOW = 100.0
 
@@ -190,6 +191,17 @@ def test_every_wait_is_explained_with_its_position() -> None:
     herd.ask("b", at=10.0, tickets=3)
     herd.ask("c", at=12.0)
     first, second = explain(herd.state, 28.0)
-    assert (first.position, first.model, first.tickets, first.age, first.drains_in) == (1, "b", 3, 18.0, 12.0)
-    assert first.text == "waits for a: 2 in use, drains in 12 s"
+    assert (first.position, first.model, first.tickets, first.age, first.until) == (1, "b", 3, 18.0, 40.0)
+    assert first.text == "waits for a, in use, drains in 12 s"
     assert (second.position, second.reason) == (2, WaitReason.BEHIND)
+
+
+def test_a_decision_names_the_requests_it_was_taken_for() -> None:
+    """An entry with two known requests takes an idle victim: the recorded decision carries their ids."""
+    herd = Herd("a", "b", models_max=1)
+    herd.ask("a")
+    herd.serve("a")
+    herd.waiting["b"] = Demand(20.0, 3, requests=("req-1", "req-2"))
+    actions = herd.see(at=20.0)
+    (decided,) = (action for action in actions if isinstance(action, act.Decide))
+    assert (decided.model, decided.requests) == ("b", ("req-1", "req-2"))

@@ -7,8 +7,8 @@ import pytest
 
 from bench.policy.__main__ import main
 from llamastead.shared.settings import ENV_PREFIX, Settings, field_extra
-from llamastead.shared.words import EndClass
-from llamastead.supervisor.core.reasons import RefuseReason, WaitReason
+from llamastead.shared.words import EndClass, WaitReason
+from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.registry.keys import OWN_KEYS, ROUTER_KEYS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()

@@ -350,3 +350,27 @@ async def test_end_of_an_older_instance_leaves_the_models_new_one(herd: Herd) ->
     assert await herd.leader.ended("i1", EndClass.STOPPED, 0, "")
     model = await herd.gateway.read_model("a")
     assert (model["instance"], model["state"], "progress" in model) == ("i2", "loading", False)
+
+
+async def test_c40_only_errors_since_the_load_make_an_instance_broken(herd: Herd) -> None:
+    """Report errors of two instances: told once at the third, and never of one that was right once."""
+    await herd.ready("bad", "a")
+    await herd.ready("good", "b")
+    assert [await herd.gateway.report("bad", False, 3) for _ in range(4)] == [1, 2, 3, 4]
+    await herd.gateway.report("good", False, 3)
+    assert await herd.gateway.report("good", True, 3) == 0
+    assert [await herd.gateway.report("good", False, 3) for _ in range(3)] == [0, 0, 0]
+    assert await herd.gateway.report("gone", False, 3) == 0
+    assert await herd.asked() == [("broken", "bad")]
+
+
+async def test_c79_a_peek_holds_a_sleeper_and_does_not_wake_it(herd: Herd) -> None:
+    """Ask a sleeping model for a peek, a read and inference: the peek gets a lease, the others a ticket."""
+    await herd.ready("i1", "a")
+    assert await herd.leader.sleep("i1")
+    peeked = await herd.gateway.acquire("a", "t1", "g1", UseKind.PEEK, 60_000)
+    assert isinstance(peeked, Granted)
+    for ticket, kind in (("t2", UseKind.READ), ("t3", UseKind.INFERENCE)):
+        assert isinstance(await herd.gateway.acquire("a", ticket, "g1", kind, 60_000), Waiting)
+    assert (await herd.gateway.read_instances())["i1"]["state"] == "sleeping"
+    assert await herd.leader.stop("i1", EndClass.EVICTED) == Claimed(1)

@@ -150,6 +150,8 @@ class FakeModel:
 
     name: str
     running: bool = True
+    asleep: bool = False
+    leaving: bool = False
 
 
 @dataclass
@@ -181,6 +183,11 @@ class FakeClaim:
     wait_ms: int = 0
     load_ms: int = 0
     closed: bool = False
+    statuses: list[int] = field(default_factory=list)
+
+    def answered(self, status: int) -> None:
+        """Note it."""
+        self.statuses.append(status)
 
     def close(self) -> None:
         """Note it."""

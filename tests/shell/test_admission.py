@@ -368,11 +368,13 @@ async def test_a_model_that_redis_does_not_know_is_refused(desk: Desk, leader: S
 async def test_a_request_waits_no_longer_than_the_queue_timeout(
     redis: Redis, keys: Keys, leader: ScriptedLeader, tmp_path: Path
 ) -> None:
-    """Let nobody load the model: 503 with when to try again, and the ticket is gone."""
-    async with open_desk(redis, keys, settings_for(tmp_path, queue_timeout=0.05)) as desk:
+    """Let nobody load the model or end the wait: a look later 503 with when to try again, no ticket left."""
+    settings = settings_for(tmp_path, queue_timeout=0.05, reread=0.1)
+    async with open_desk(redis, keys, settings) as desk:
         with pytest.raises(ApiError) as refused:
             await desk.ask("a")
         assert (refused.value.status, refused.value.retry_after) == (503, 5)
+        assert refused.value.fields["reason"] == "queue_timeout"
         await tickets(leader, "a", 0)
 
 

@@ -57,12 +57,21 @@ qwen    stopped  -        1024 MiB  preset      default, q
 broken  failed   -        -         models_dir  out of memory
 """
 QUEUE = {
-    "queue": [{"model": "qwen", "position": 1, "waiting_ms": 4200, "requests": [{"request_id": "r1"}, {}]}],
+    "queue": [
+        {
+            "model": "qwen",
+            "position": 1,
+            "waiting_ms": 4200,
+            "reason": "busy",
+            "wait": "waits for tiny: 2 requests in flight, drains in 12 s",
+            "requests": [{"request_id": "r1"}, {}],
+        }
+    ],
     "waiting": 2,
 }
 QUEUE_TABLE = """\
-PLACE  MODEL  WAITING  REQUESTS
-1      qwen   4.2s     2
+PLACE  MODEL  WAITING  REQUESTS  WHY
+1      qwen   4.2s     2         waits for tiny: 2 requests in flight, drains in 12 s
 """
 
 

@@ -1,38 +1,24 @@
 """A listening socket that is about to close, seen from its clients."""
 
-import asyncio
 import socket
 
-import pytest
-
-from llamastead.gateway.last_call import last_call
+from llamastead.gateway.last_call import accept_waiting
 
 
-async def test_who_is_connected_is_served_and_who_comes_later_is_not_misled() -> None:
-    """After the last call a queued client is accepted and heard; a new one is not connected, then refused."""
-    loop = asyncio.get_running_loop()
-    with socket.socket() as listener, socket.socket() as early, socket.socket() as late:
-        for each in (listener, early, late):
-            each.setblocking(False)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        address = listener.getsockname()
-        await loop.sock_connect(early, address)
-        await last_call(listener)
-        await loop.sock_sendall(early, b"hello")
-        accepted, _ = await loop.sock_accept(listener)
-        with accepted:
-            accepted.setblocking(False)
-            assert await loop.sock_recv(accepted, 16) == b"hello"
-        connecting = asyncio.create_task(loop.sock_connect(late, address))
-        done, _ = await asyncio.wait({connecting}, timeout=0.2)
-        assert not done, "a client was connected that nobody will serve"
+def test_everybody_in_the_queue_is_accepted_and_nobody_is_waited_for() -> None:
+    """Three clients connect and one of them sends; all are accepted at once, what was sent is there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+        clients[1].sendall(b"hello")
+        accepted = accept_waiting(listener)
         listener.close()
-        with pytest.raises(ConnectionRefusedError):
-            await connecting
+        assert [each.getpeername() for each in accepted] == [each.getsockname() for each in clients]
+        assert accepted[1].recv(16) == b"hello"
+        for each in clients + accepted:
+            each.close()
 
 
-async def test_a_unix_socket_is_left_alone() -> None:
-    """The last call on a unix socket changes nothing."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        await last_call(listener)
+def test_an_empty_queue_gives_nobody() -> None:
+    """Without any client the call returns at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert accept_waiting(listener) == []

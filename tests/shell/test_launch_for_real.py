@@ -1,7 +1,9 @@
 """An instance started from its spec by hand: the real engine does what the spec means."""
 
+import contextlib
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,6 +104,16 @@ def test_c96_c97_c156_an_instance_listens_only_on_its_socket_and_wants_its_own_k
         assert [model["id"] for model in models] == ["a"]
         answer = http.get("/props", headers={**key, "Origin": "http://evil.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+def test_a_burst_of_connections_does_not_hold_up_the_next(instance):
+    """Open more connections at once than the engine has processors or slots: it still answers another."""
+    spec, _ = instance
+    with contextlib.ExitStack() as kept:
+        for _ in range(60):
+            kept.enter_context(socket.socket(socket.AF_UNIX)).connect(spec.socket)
+        with client(spec) as http:
+            assert http.get("/health", timeout=3).status_code == 200  # silent ones are closed after 5 s
 
 
 def test_the_log_tells_what_memory_the_instance_took(instance):

@@ -116,7 +116,7 @@ async def test_a_model_that_failed_says_why(served: Served) -> None:
     )
     status = (await entry_once(served, "a", "failed"))["status"]
     assert (status["value"], status["failed"], status["exit_code"]) == ("unloaded", True, 1)
-    assert status["reason"] == "no such file"
+    assert (status["end_class"], status["reason"]) == ("failed_to_start", "no such file")
 
 
 async def test_progress_and_what_the_engine_said_are_shown(served: Served) -> None:

@@ -180,7 +180,7 @@ async def test_a_leave_at_the_very_end_changes_nothing(monkeypatch: pytest.Monke
         return {"type": "http.disconnect"}
 
     async def work() -> str:
-        async with watch.ClientWatch(receive):
+        async with watch.ClientWatch(receive, asyncio.get_running_loop()):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:

@@ -190,6 +190,57 @@ async def test_who_may_load(path: Path, method: str, target: str, autoload: bool
         await setting.pools.close()
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "headers", "autoload", "served"),
+    [
+        ("POST", "/completion?model=m", [], True, True),
+        ("POST", "/completion?model=m", [(b"x-llamastead-autoload", b"false")], True, False),
+        ("POST", "/completion?model=m&autoload=false", [], True, False),
+        ("POST", "/completion?model=m&autoload=true", [(b"x-llamastead-autoload", b"false")], True, True),
+        ("POST", "/completion?model=m", [], False, False),
+        ("GET", "/slots?model=m", [], True, False),
+    ],
+)
+async def test_c84_who_may_not_load_gets_no_model_that_is_on_its_way_out(
+    path: Path, method: str, target: str, headers: list[tuple[bytes, bytes]], autoload: bool, served: bool
+) -> None:
+    """A model that drains: who may load it waits for it, all others are told that it is not loaded."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address, autoload=autoload)
+        setting.catalog.models["m"].leaving = True
+        call = Call(setting.proxy, method, target, b"", headers=headers)
+        if served:
+            assert (await call.done()).status == 200
+        else:
+            with pytest.raises(ApiError, match="model is not loaded"):
+                await call.done()
+        await setting.pools.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "served"),
+    [
+        ("GET", "/metrics?model=m", True),
+        ("GET", "/props?model=m", True),
+        ("GET", "/slots?model=m", False),
+        ("GET", "/slots?model=m&autoload=true", True),
+        ("POST", "/completion?model=m", True),
+    ],
+)
+async def test_c79_reads_do_not_wake_a_sleeper(path: Path, method: str, target: str, served: bool) -> None:
+    """A model asleep: what its engine answers asleep passes, what wakes it only if told to."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        setting.catalog.models["m"].asleep = True
+        call = Call(setting.proxy, method, target, b"")
+        if served:
+            assert (await call.done()).status == 200
+        else:
+            with pytest.raises(ApiError, match="model is not loaded"):
+                await call.done()
+        await setting.pools.close()
+
+
 async def test_a_form_passes_byte_for_byte(path: Path) -> None:
     """An upload with the model behind the file: found there, and the body arrives unchanged."""
     body = (

@@ -116,7 +116,7 @@ async def test_props_with_a_model_goes_to_its_instance(served: Served) -> None:
     """Ask for /props with and without a model: the instance's as a read that loads nothing, or our own."""
     assert (await served.client.get("/props?model=a")).json() == {"proxied": "/props"}
     route = served.proxy.routes[0]
-    assert (route.use, route.may_load) == (UseKind.READ, False)
+    assert (route.use, route.may_load) == (UseKind.PEEK, False)
     assert (await served.client.get("/props?model=")).json()["role"] == "router"
 
 

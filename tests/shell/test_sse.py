@@ -49,7 +49,11 @@ async def test_a_models_life_is_told_as_the_real_router_tells_it(served: Served)
     await store.sleep("i1")
     await store.ended("i1", EndClass.STOPPED, 0, "")
     await store.publish("r2", {"a": {}}, {})
-    assert await told(stream) == {"model": "a", "event": "model_status", "data": {"status": "loading"}}
+    assert await told(stream) == {
+        "model": "a",
+        "event": "model_status",
+        "data": {"status": "loading", "instance": "i1"},
+    }
     assert await told(stream) == {
         "model": "a",
         "event": "status_change",
@@ -62,6 +66,7 @@ async def test_a_models_life_is_told_as_the_real_router_tells_it(served: Served)
         "event": "status_change",
         "data": {
             "status": "loaded",
+            "instance": "i1",
             "info": {
                 "id": "a",
                 "aliases": ["a"],
@@ -72,8 +77,9 @@ async def test_a_models_life_is_told_as_the_real_router_tells_it(served: Served)
             },
         },
     }
-    assert (await told(stream))["data"] == {"status": "sleeping"}
-    assert (await told(stream))["data"] == {"status": "unloaded", "exit_code": 0}
+    assert (await told(stream))["data"] == {"status": "sleeping", "instance": "i1"}
+    ended = {"status": "unloaded", "instance": "i1", "exit_code": 0, "end_class": "stopped"}
+    assert (await told(stream))["data"] == ended
     assert await told(stream) == {"model": "*", "event": "models_reload"}
     stream.leave()
     await stream.task

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from herd import QUICK, Herd, herd
+from herd import QUICK, Herd, herd, until
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -295,6 +295,36 @@ async def test_a_body_is_passed_on_unchanged_whatever_its_size(stead: Herd) -> N
     async with stead.client() as client:
         answer = await client.post("/tokenize", content=json.dumps({"content": text, "model": "chat"}))
     assert len(answer.json()["tokens"]) > len(text)
+
+
+async def test_hundreds_of_requests_pass_over_kept_connections(stead: Herd) -> None:
+    """Send 250 requests one after the other: the engine closes its connections after 100, nobody notices."""
+    async with stead.client() as client:
+        for _ in range(250):
+            answer = await client.post("/tokenize", json={"model": "chat", "content": "once"})
+            assert answer.status_code == 200, answer.text
+
+
+async def test_c28_a_client_that_leaves_stops_the_work(stead: Herd) -> None:
+    """Leave after the first event of a long answer: the engine stops computing, the claim goes back."""
+    body = {"model": "chat", "prompt": "once", "max_tokens": 2000, "stream": True}
+    async with stead.client() as client:
+        await client.post("/tokenize", json={"model": "chat", "content": "load"})
+        async with await stead.direct("chat") as engine:
+
+            async def metric(name: str) -> int:
+                page = (await engine.get("/metrics")).text
+                return int(next(line.split()[1] for line in page.splitlines() if line.startswith(name)))
+
+            async def idle() -> bool:
+                return await metric("llamacpp:requests_processing") == 0
+
+            before = await metric("llamacpp:n_decode_total")
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                await anext(answer.aiter_raw())
+            await until(idle, "an engine with nothing to do")
+            assert await metric("llamacpp:n_decode_total") - before < 1500
+    await stead.nothing_counted()
 
 
 async def test_nothing_is_counted_when_all_is_answered(stead: Herd) -> None:

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
 import re
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import httpx
 import pytest
 import pytest_asyncio
 from herd import PATIENCE_S, QUICK, Herd, clean_environment, herd, until
+from tiny import tiny_model
 
 from llamastead.supervisor.engine import find_engine
-from llamastead.up.processes import descendants_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,6 +29,8 @@ async def stead() -> AsyncIterator[Herd]:
     env = {**QUICK, "LLAMASTEAD_ADMIN_KEYS": "for-admins", "LLAMASTEAD_API_KEYS": "for-clients"}
     async with herd(env) as made:
         made.add_models("a", "b", "c", "idle")
+        (made.models / "boxed").mkdir()
+        tiny_model(made.models / "boxed" / "weights.gguf", 7)
         made.headers = {"Authorization": "Bearer for-clients"}
         await made.up("--models-dir", str(made.models), "--models-max", "2", *ARGS)
         yield made
@@ -100,13 +100,20 @@ async def test_c46_models_are_listed_as_the_real_router_lists_them(stead: Herd) 
     theirs = await real_router(stead.models)
     assert listing["object"] == "list"
     mine = {entry["id"]: entry for entry in listing["data"]}
-    assert list(mine) == [entry["id"] for entry in theirs] == ["a", "b", "c", "idle"]
+    assert list(mine) == [entry["id"] for entry in theirs] == ["a", "b", "boxed", "c", "idle"]
     for entry in theirs:
         own = mine[entry["id"]]
         own["status"] = {name: own["status"][name] for name in entry["status"]}
         assert changed({name: own[name] for name in entry}) == changed(entry)
     # The rule of front-ends: no status means active, else `loaded` does.
     assert [name for name, entry in mine.items() if entry["status"]["value"] == "loaded"] == ["a"]
+
+
+async def test_a_folder_is_a_model(stead: Herd) -> None:
+    """Ask for a model that is a folder with a file in it, by the folder's name."""
+    async with stead.client() as client:
+        answer = await client.post("/v1/chat/completions", json={"model": "boxed", **CHAT})
+    assert (answer.status_code, answer.json()["model"]) == (200, "boxed")
 
 
 async def test_the_file_of_a_model_that_never_ran_is_described(stead: Herd) -> None:
@@ -273,40 +280,3 @@ async def test_the_command_does_what_http_does(stead: Herd) -> None:
     code, out, err = await stead.command("unload")
     assert (code, out) == (1, "")
     assert "--all" in err
-
-
-async def test_c111_a_hangup_ends_no_process_and_reloads_the_registry(stead: Herd) -> None:
-    """Send ten SIGHUPs to each process of the herd: all live on, the model stays, a new file is listed."""
-    async with admin(stead) as client:
-        await client.post("/v1/chat/completions", json={"model": "a", **CHAT})
-        before = await stead.instance("a")
-        top = stead.roles["up"].pid
-        ours = {pid for pid in {top, *descendants_of(top, set())} if role_of(pid)}
-        roles = {role_of(pid) for pid in ours}
-        assert roles >= {"up", "supervisor", "worker", "gateway", "holder"}
-        stead.add_models("new")
-        for _ in range(10):
-            for pid in ours:
-                os.kill(pid, signal.SIGHUP)
-
-        async def listed() -> bool:
-            models = (await client.get("/models")).json()["data"]
-            return "new" in [entry["id"] for entry in models]
-
-        await until(listed, "the new model in the list")
-        answer = await client.post("/v1/chat/completions", json={"model": "a", **CHAT})
-        assert answer.headers["x-llamastead-instance"] == before["id"]
-    assert {pid for pid in ours if role_of(pid)} == ours
-    assert "registry reloaded" in stead.roles["up"].output()
-    assert "starting it again" not in stead.roles["up"].output()
-
-
-def role_of(pid: int) -> str:
-    """Return which of our programs a process is: a role of `llamastead`, a holder, or none."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-    except OSError:
-        return ""
-    if "llamastead" in words:
-        return words[words.index("llamastead") + 1]
-    return "holder" if any(word.endswith("supervisor/holder") for word in words) else ""

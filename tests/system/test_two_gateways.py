@@ -1,4 +1,4 @@
-"""The roles apart: two gateways, a supervisor and a worker as processes of their own on one Valkey."""
+"""The roles apart: two gateways, a supervisor and a worker, each a process, on one Valkey with a password."""
 
 import asyncio
 import os
@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from herd import KEYS, QUICK, Herd, herd, until
+import redis as blocking_redis
+from herd import KEYS, QUICK, Herd, free_port, herd, processes_naming, until
+from looks import words_of
 from tiny import stub_engine
 from valkey_server import start_valkey
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+PASSWORD = "the-word-of-redis"
 PRESET = """\
 [*]
 ctx-size = 512
@@ -36,9 +39,13 @@ async def apart() -> AsyncIterator[Herd]:
     """Two gateways, a supervisor and a worker, started in an order in which nobody waits for anybody."""
     async with herd(QUICK) as made:
         folder = made.run_dir.parent
-        server = start_valkey(folder, "--save", "")
+        port = free_port()
+        server = start_valkey(folder, "--save", "", "--bind", "127.0.0.1", "--port", str(port))
         try:
-            made.redis_url = made.env["LLAMASTEAD_REDIS_URL"] = f"unix://{folder}/valkey.sock"
+            with blocking_redis.Redis(unix_socket_path=f"{folder}/valkey.sock") as client:
+                client.config_set("requirepass", PASSWORD)
+            url = f"redis://default:{PASSWORD}@127.0.0.1:{port}/0"
+            made.redis_url = made.env["LLAMASTEAD_REDIS_URL"] = url
             made.add_models("first", "second", "third", "slow")
             preset = folder / "models.ini"
             preset.write_text(PRESET.format(models=made.models, stub=stub_engine(folder)))
@@ -187,3 +194,11 @@ async def test_a_gateway_that_leaves_takes_only_its_own_clients_along(apart: Her
 
     await until(gateways, "one registered gateway")
     await apart.nothing_counted()
+
+
+async def test_the_password_of_redis_shows_nowhere(apart: Herd) -> None:
+    """Read what all processes printed and how they were called: the password is in none of it."""
+    for role in apart.roles.values():
+        assert PASSWORD not in role.output()
+    for pid in processes_naming(apart.run_dir):
+        assert not any(PASSWORD in word for word in words_of(pid))
