@@ -196,7 +196,10 @@ def _unseen(instance: Instance, device: str) -> int:
 
 
 def _still_awaited(state: State) -> dict[str, Releasing]:
-    """Return what is left to await: no more than what a device shows as used and nobody accounts for."""
+    """Return what is left to await: as long as a device shows as used what nobody accounts for.
+
+    All of an instance's bytes on a device or none: half of them freed is no reason to send another away.
+    """
     left = dict(state.releasing)
     for name, device in state.devices.items():
         waiting = sorted(
@@ -206,9 +209,9 @@ def _still_awaited(state: State) -> dict[str, Releasing]:
             continue
         known = device.external + sum(_shows(i, name) for i in state.instances.values())
         used = 0 if device.free is None else device.total - device.free
-        strange = max(0, used - known - _TOLERANCE)
+        strange = used - known
         for instance in sorted(waiting, key=lambda i: (left[i].until, i)):
-            awaited = min(left[instance].amounts[name], strange)
+            awaited = left[instance].amounts[name] if strange > _TOLERANCE else 0
             strange -= awaited
             amounts = {**left[instance].amounts, name: awaited}
             left[instance] = replace(left[instance], amounts=amounts)

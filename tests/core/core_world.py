@@ -462,4 +462,5 @@ def _essence(state: State) -> State:
         name: replace(i, leaving=replace(i.leaving, for_model=None)) if i.leaving else i
         for name, i in state.instances.items()
     }
-    return replace(state, waits={}, instances=instances)
+    releasing = {name: replace(ended, owner=None) for name, ended in state.releasing.items()}
+    return replace(state, waits={}, instances=instances, releasing=releasing)
