@@ -59,7 +59,7 @@ def _listen(engine: subprocess.Popen[bytes]) -> dict[str, Parts]:
     for line in _lines(engine):
         tail.append(line)
         breakdown.take(line)
-        if breakdown.over or _READY in line:
+        if (breakdown.over and breakdown.figures) or _READY in line:
             break
     found = breakdown.figures
     if found is not None:

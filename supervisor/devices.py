@@ -95,11 +95,14 @@ class Devices:
         return found, {instance: process_memory(pid) for instance, pid in pids.items()}
 
     def _seen(self, pid: int, host: tuple[int, int] | None) -> dict[str, int]:
-        """Return what a process uses: of the host only what can't be dropped, as the host itself counts."""
+        """Return what a process uses: of the host only what can't be dropped, as the host itself counts.
+
+        A process that a GPU does not list may be listed by a number of another namespace: nothing is said.
+        """
         seen = {} if host is None else {HOST: host[0]}
         for device in self.devices.values():
-            if device.processes is not None:
-                seen[device.name] = device.processes.get(pid, 0)
+            if device.processes is not None and pid in device.processes:
+                seen[device.name] = device.processes[pid]
         return seen
 
     def _complain(self) -> None:

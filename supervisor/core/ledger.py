@@ -187,7 +187,7 @@ def _seen(instance: Instance, seen: Amounts | None) -> Instance:
         # What its process really uses is the peak of what it needs.
         more = {name: max(amount, instance.needs.get(name, 0)) for name, amount in seen.items() if amount}
         instance = replace(instance, needs={**instance.needs, **more})
-    return replace(instance, shown=dict(seen))
+    return replace(instance, shown={**instance.shown, **seen})
 
 
 def _unseen(instance: Instance, device: str) -> int:
