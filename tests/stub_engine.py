@@ -218,9 +218,11 @@ class Engine:
 
     def be_measured(self):
         """Tell what it would take, as a real one does before it loads, and be ended at that."""
+        if not self.knobs["memory_mib"]:
+            fail("this stub was not told what it takes")
         self.log("common_params_fit_impl: getting device memory data for initial parameters:")
         self.log("common_memory_breakdown_print: | memory breakdown [MiB] | total   free    self |")
-        for name, (model, context, compute) in (self.knobs["memory_mib"] or {}).items():
+        for name, (model, context, compute) in self.knobs["memory_mib"].items():
             total = model + context + compute
             row = f"{total} = {model} + {context} + {compute}"
             row = row if name == "Host" else f"24077 = 945 + ({row}) + 0"
