@@ -1,6 +1,7 @@
 """A gateway as a process: how it begins, how it leaves, and several of them on one port."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -130,7 +131,7 @@ async def refuses(port: int) -> bool:
     return False
 
 
-async def test_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
+async def test_c133_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
     env: Path, leader: ScriptedLeader
 ) -> None:
     """TERM with an answer and an event stream open: nobody new, the stream ends, the answer is whole."""
@@ -156,10 +157,10 @@ async def test_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
         assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == []
 
 
-async def test_what_does_not_end_is_cut_at_the_deadline(
+async def test_c133_what_does_not_end_is_cut_at_the_deadline(
     env: Path, leader: ScriptedLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TERM with an answer that never ends: it is cut after the stop-timeout, and the exit status tells."""
+    """TERM with an endless answer: an error event, a cut after the stop-timeout, and an exit status."""
     monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "1")
     instance = TalkingInstance(env / "e.sock")
     async with instance.listening(), gateway_process(env) as gateway, gateway.client() as client:
@@ -169,8 +170,10 @@ async def test_what_does_not_end_is_cut_at_the_deadline(
             parts = answer.aiter_bytes()
             await anext(parts)
             gateway.process.send_signal(signal.SIGTERM)
+            last = [await anext(parts)]
             with pytest.raises(httpx.TransportError):
-                [part async for part in parts]
+                await anext(parts)
+            assert json.loads(last[-1].removeprefix(b"data: "))["error"]["code"] == 503
         assert await asyncio.wait_for(gateway.process.wait(), 10) == 1
         assert await leader.leases("h-1-1") == {}
 

@@ -309,7 +309,7 @@ async def test_c144_too_large_a_body_is_413_and_nothing_is_forwarded() -> None:
     assert (refused.value.status, setting.admission.asked) == (413, [])
 
 
-async def test_c123_events_get_their_headers_once_and_come_as_they_are(path: Path) -> None:
+async def test_c123_c126_events_get_their_headers_once_and_come_as_they_are(path: Path) -> None:
     """An event stream in odd pieces: bytes unchanged, no buffering and no caching said once each."""
     events = [b"data: 1\n", b"\ndata: 2\n\n", b": ping\n\n", b"data: [DONE]\n\n"]
 
