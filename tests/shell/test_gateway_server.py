@@ -100,13 +100,18 @@ async def leader(redis: Redis, keys: Keys) -> ScriptedLeader:
 
 
 @asynccontextmanager
-async def gateway_process(folder: Path, *flags: str) -> AsyncIterator[GatewayProcess]:
+async def gateway_process(
+    folder: Path, *flags: str, files: int | None = None
+) -> AsyncIterator[GatewayProcess]:
+    """Run a gateway; `files`: how many it may have open."""
     with listen("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
     log = folder / "gateway.log"
     with log.open("ab") as out:
-        words = ("-m", "llamastead", "gateway", "--port", str(port), *flags)
-        process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=out, stderr=out)
+        words = [sys.executable, "-m", "llamastead", "gateway", "--port", str(port), *flags]
+        if files is not None:
+            words = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *words]
+        process = await asyncio.create_subprocess_exec(*words, stdout=out, stderr=out)
     try:
         yield GatewayProcess(process, port, log)
     finally:
@@ -191,6 +196,29 @@ async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -
             await until(lambda: refuses(gateway.port), "the port to be closed")
             gateway.process.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(gateway.process.wait(), 5) == 1
+
+
+async def test_c163_more_clients_than_files_get_503_and_crash_nothing(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """A gateway with 128 open files and 60 endless answers asked for: 503 for the excess, all well after."""
+    instance = TalkingInstance(env / "e.sock")
+    async with instance.listening(), gateway_process(env, files=128) as gateway, gateway.client() as client:
+        await gateway.ready()
+        await load(leader, instance)
+        assert "few open files" in gateway.log.read_text()
+        asked = [client.post("/v1/completions", json={"model": "a"}) for _ in range(60)]
+        answers = [asyncio.ensure_future(one) for one in asked]
+
+        async def excess() -> bool:
+            return sum(answer.done() for answer in answers) >= 60 - (128 - 64) // 2
+
+        await until(excess, "the excess to be refused")
+        assert {answer.result().status_code for answer in answers if answer.done()} == {503}
+        instance.finish.set()
+        codes = [(await answer).status_code for answer in answers]
+        assert set(codes) == {200, 503}
+        assert await gateway.ready()
 
 
 async def test_c111_a_hangup_ends_no_gateway(env: Path, leader: ScriptedLeader) -> None:
