@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -76,7 +77,7 @@ class Reign:
         self._reads = GatewayStore(redis, keys)
         self._store = LeaderStore(redis, keys, lead.token)
         self._metadata = Metadata(jobs, redis, keys, self._store)
-        self._commands = Commands(self._store, settings.run_dir, self._metadata.copy)
+        self._commands = Commands(self._store, settings.run_dir, self._metadata.copy, self._socket_of)
         effects = Effects(
             self._store,
             holders,
@@ -211,9 +212,11 @@ class Reign:
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)
-        await health.run(
-            lambda: self._driver.state, lambda i: self._running[i].socket if i in self._running else None
-        )
+        await health.run(lambda: self._driver.state, self._socket_of)
+
+    def _socket_of(self, instance: str) -> Path | None:
+        running = self._running.get(instance)
+        return running.socket if running else None
 
     async def _reload_when(self, reload: asyncio.Event) -> None:
         """Read the registry again each time `reload` is set; a broken one changes nothing."""

@@ -123,6 +123,15 @@ class Unresponsive:
 
 
 @dataclass(frozen=True)
+class TurnsAway:
+    """An instance finishes what it has and lets nobody new in: somebody else told its engine or its holder
+    to stop.
+    """
+
+    instance: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """The process is gone, confirmed by its holder or by the kernel.
 
@@ -250,6 +259,7 @@ InstanceEvent = (
     | BecameReady
     | FellAsleep
     | Unresponsive
+    | TurnsAway
     | Exited
     | StopFailed
     | Granted

@@ -174,10 +174,20 @@ def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) ->
     draft.do(ForceStop(instance.id, EndClass.CRASHED, event.reason))
 
 
+def on_turns_away(draft: Draft, instance: Instance, _: ev.TurnsAway) -> None:
+    """Let it finish and send nobody there any more; who comes from now on waits for a fresh load."""
+    if instance.state in {S.READY, S.DRAINING, S.SLEEPING, S.WAKING}:
+        old = instance.leaving or Leaving(EndClass.KILLED, reason="told to stop from outside")
+        draft.set(instance, leaving=replace(old, ordered=True))
+
+
 def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
     """Record the end, give its room back, and do what its class asks for."""
     leaving = instance.leaving
     asked = leaving if instance.state in {S.STOPPING, S.STOP_FAILED} else None
+    if asked and asked.end_class is EndClass.KILLED and event.end_class is not EndClass.STOPPED:
+        # It refused connections because it was dying, and died before our stop reached it.
+        asked = None
     broke = asked is None or asked.reason is not None
     end_class = asked.end_class if asked else event.end_class
     reason = asked.reason if asked and asked.reason else event.reason
@@ -282,6 +292,7 @@ _INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
     ev.BecameReady: on_became_ready,
     ev.FellAsleep: on_fell_asleep,
     ev.Unresponsive: on_unresponsive,
+    ev.TurnsAway: on_turns_away,
     ev.Exited: on_exited,
     ev.StopFailed: on_stop_failed,
     ev.Granted: on_granted,
