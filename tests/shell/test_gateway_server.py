@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from llamastead.shared.ports import listen
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.store.keys import Keys
+from llamastead.up.processes import descendants_of
 
 NONCE = "0" * 32
 
@@ -34,7 +35,7 @@ class TalkingInstance:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["TalkingInstance"]:
         """Serve; at the end every connection is finished and closed."""
-        server = await asyncio.start_unix_server(self._on_connection, self.path)
+        server = await asyncio.start_unix_server(self._on_connection, self.path, backlog=1024)
         async with server:
             try:
                 yield self
@@ -219,6 +220,50 @@ async def test_c163_more_clients_than_files_get_503_and_crash_nothing(
         codes = [(await answer).status_code for answer in answers]
         assert set(codes) == {200, 503}
         assert await gateway.ready()
+
+
+async def begin_stream(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream on a connection of its own and read its first event."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"model":"a","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(body) + body)
+    assert b"data: one\n\n" in await reader.readuntil(b"data: one\n\n")
+    return reader, writer
+
+
+def resident_bytes(gateway: GatewayProcess) -> int:
+    """Return the resident memory of all workers of a gateway."""
+    workers = descendants_of(gateway.process.pid, set())
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_c163_many_streams_starve_no_probe_and_cost_little_memory(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """1 500 silent streams over two workers: health within a second, under 32 KiB each, and all end whole."""
+    instance = TalkingInstance(env / "e.sock")
+    async with (
+        instance.listening(),
+        gateway_process(env, "--workers", "2") as gateway,
+        gateway.client() as client,
+    ):
+        await gateway.ready()
+        await load(leader, instance)
+        streams = [await begin_stream(gateway.port)]
+        before = resident_bytes(gateway)
+        while len(streams) < 1_500:
+            streams += await asyncio.gather(*(begin_stream(gateway.port) for _ in range(50)))
+        assert (resident_bytes(gateway) - before) / len(streams) < 32 * 1024
+        for _ in range(10):
+            async with asyncio.timeout(1):
+                assert (await client.get("/healthz")).status_code == 200
+        instance.finish.set()
+        ends = await asyncio.gather(*(reader.read(-1) for reader, _ in streams))
+        assert all(end.endswith(b"data: two\n\n\r\n0\r\n\r\n") for end in ends)
+        for _, writer in streams:
+            writer.close()
 
 
 async def test_c111_a_hangup_ends_no_gateway(env: Path, leader: ScriptedLeader) -> None:
