@@ -1,4 +1,4 @@
-"""A request's body: read once, searched for the model's name on the way, kept to be sent again."""
+"""A request's body: read once, decoded, searched for the model's name on the way, kept to be sent again."""
 
 import asyncio
 import os
@@ -8,6 +8,7 @@ from io import FileIO
 from typing import Any
 
 from llamastead.gateway.formscan import BrokenForm, FormScan
+from llamastead.gateway.inflate import CODINGS, BrokenCoding, Inflate
 from llamastead.gateway.jsonscan import BrokenJson, JsonScan, ModelField, model_of_json
 from llamastead.shared.errors import ApiError
 
@@ -92,17 +93,21 @@ def _write_all(file: FileIO, data: bytes) -> None:
 async def read_body(receive: Receive, headers: Headers, max_bytes: int, *, search: bool) -> Body:
     """Read a request's whole body from `receive`; with `search`, find the model it names.
 
+    A compressed body is kept decoded, and `max_bytes` bounds what it decodes to.
     Raises ApiError: 400 for a length given twice over or a body that isn't what it says (with the position),
-    413 above `max_bytes`, 415 for an encoded body, 503 when it can't be stored. Raises ClientGone.
+    413 above `max_bytes`, 415 for an unknown coding, 503 when it can't be stored. Raises ClientGone.
     """
-    content_type = _check_head(headers, max_bytes)
+    content_type, coding = _check_head(headers, max_bytes)
+    inflate = Inflate(coding) if coding else None
     body = Body()
     try:
-        await _read_into(body, receive, content_type if search else None, max_bytes)
+        await _read_into(body, receive, content_type if search else None, inflate, max_bytes)
     except BaseException as error:
         body.close()
         if isinstance(error, BrokenJson):
             raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+        if isinstance(error, BrokenCoding):
+            raise ApiError(400, f"the request body is not valid {coding.decode()}: {error}") from None
         if isinstance(error, BrokenForm):
             raise ApiError(400, f"the request body is not a valid form: {error}") from None
         if isinstance(error, OSError):
@@ -113,57 +118,68 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int, *, searc
     return body
 
 
-async def _read_into(body: Body, receive: Receive, content_type: bytes | None, max_bytes: int) -> None:
+async def _read_into(
+    body: Body, receive: Receive, content_type: bytes | None, inflate: Inflate | None, max_bytes: int
+) -> None:
     """Fill `body`; a `content_type` of None means that nothing is searched for."""
     scan: JsonScan | FormScan | None = None
     if content_type is not None and content_type[:19].lower() == b"multipart/form-data":
         scan = FormScan(content_type)
-    first = True
+    elif content_type is not None and inflate is not None:
+        scan = JsonScan()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         data: bytes = message.get("body", b"")
         more: bool = message.get("more_body", False)
-        if body.size + len(data) > max_bytes:
-            raise _too_large(max_bytes)
-        if content_type is not None and scan is None:
-            if first and not more:
-                body.model = model_of_json(data) if data else None
-            else:
-                scan = JsonScan()
-        first = False
-        if scan is not None:
-            scan.feed(data)
-        await body._add(data)
+        if content_type is not None and scan is None and more:
+            scan = JsonScan()
+        for piece in (data,) if inflate is None else inflate.feed(data):
+            if body.size + len(piece) > max_bytes:
+                raise _too_large(max_bytes)
+            if scan is not None:
+                scan.feed(piece)
+            elif content_type is not None and piece:
+                body.model = model_of_json(piece)
+            await body._add(piece)
         if not more:
             break
+    if inflate is not None:
+        inflate.finish()
     if scan is not None and body.size:
         body.model = scan.finish()
     await body._end()
 
 
-def _check_head(headers: Headers, max_bytes: int) -> bytes:
-    """Return the Content-Type, empty without one. Raises ApiError before any of the body is asked for."""
-    length = coding = content_type = b""
+def _check_head(headers: Headers, max_bytes: int) -> tuple[bytes, bytes]:
+    """Return Content-Type and content coding, each empty without one.
+
+    Raises ApiError before any of the body is asked for.
+    """
+    length = framing = content_type = coding = b""
     for name, value in headers:
         if name == b"content-length":
             length = value
         elif name == b"transfer-encoding":
-            coding = value
+            framing = value
         elif name == b"content-type":
             content_type = value
-        elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise ApiError(
-                415, f"Content-Encoding {value.decode('latin-1')!r} is not supported: send the body as it is"
-            )
-    if length and coding:
+        elif name == b"content-encoding":
+            coding += b", " + value if coding else value
+    coding = coding.strip().lower()
+    if coding == b"identity":
+        coding = b""
+    if coding and coding not in CODINGS:
+        shown = coding.decode("latin-1")
+        raise ApiError(415, f"Content-Encoding {shown!r} is not supported: use gzip, deflate or none")
+    if length and framing:
         raise ApiError(400, "Content-Length and Transfer-Encoding exclude each other")
     if length and not length.isdigit():
         raise ApiError(400, f"Content-Length {length.decode('latin-1')!r} is no number")
     if length and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    return content_type
+    return content_type, coding
 
 
 def _too_large(max_bytes: int) -> ApiError:

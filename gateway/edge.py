@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from llamastead.gateway.joined import JoinedWrites, call_joined
+from llamastead.gateway.body import Receive
 from llamastead.gateway.proxy import AnswerCut
+from llamastead.gateway.seams import Scope
+from llamastead.gateway.writer import AnswerWriter
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # an own level spares uvicorn the trace text of every connection
@@ -33,9 +34,11 @@ class EdgeProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        joined = JoinedWrites(cycle.transport)
-        cycle.transport = joined  # type: ignore[assignment]  # what a cycle writes to is all it needs
-        super()._start_asgi_task(cycle, partial(call_joined, app, joined))
+
+        async def answering(scope: Scope, receive: Receive, _: Any) -> None:
+            await app(scope, receive, AnswerWriter(cycle))
+
+        super()._start_asgi_task(cycle, answering)  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every request of the connection."""

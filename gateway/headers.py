@@ -19,10 +19,14 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# The client's key is for us, the length is written anew, and Expect was answered by our own server.
+# The client's key and cookies are for us, the body goes on decoded and with a length of its own, Expect was
+# answered here, and an instance has one name only.
 _NOT_TO_INSTANCE = _HOP_BY_HOP | {
+    b"host",
     b"authorization",
+    b"cookie",
     b"x-api-key",
+    b"content-encoding",
     b"content-length",
     b"expect",
     b"x-request-id",
@@ -53,11 +57,8 @@ def request_head(
     `headers` are the client's, names in lower case; `size` is the body's length in bytes, None for a request
     without body; `key` is the instance's own.
     """
-    kept = _without(headers, _NOT_TO_INSTANCE)
-    lines = [b"%s %s HTTP/1.1\r\n" % (method.encode(), target)]
-    lines += [b"%s: %s\r\n" % header for header in kept]
-    if not any(name == b"host" for name, _ in kept):
-        lines.append(b"host: localhost\r\n")
+    lines = [b"%s %s HTTP/1.1\r\nhost: localhost\r\n" % (method.encode(), target)]
+    lines += [b"%s: %s\r\n" % header for header in _without(headers, _NOT_TO_INSTANCE)]
     if size is not None:
         lines.append(b"content-length: %d\r\n" % size)
     lines.append(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qsl, quote
 
@@ -142,14 +143,19 @@ class Proxy:
 
 
 async def _relay(response: Response, claim: Claim, scope: Scope, send: Send) -> None:
-    """Pass the answer on as it comes. Raises AnswerCut when the instance goes before its end, ClientGone."""
+    """Pass the answer on as it comes. Raises AnswerCut when the instance goes before its end, ClientGone.
+
+    A stream that is cut short, by the instance's end or by this gateway's, ends in an error event.
+    """
     headers = response_headers(response.status, response.headers, claim, request_id(scope))
-    tail = b""
+    streams = is_event_stream(response.headers)
+    began, tail = False, b""
     try:
         start = {"type": "http.response.start", "status": response.status, "headers": headers}
         if response.arrived:
             start["body_follows"] = True
         await send(start)
+        began = True
         while True:
             data = await response.read()
             ended = response.ended
@@ -159,20 +165,26 @@ async def _relay(response: Response, claim: Claim, scope: Scope, send: Send) -> 
             tail = data if len(data) > 1 else tail[-1:] + data
     except UpstreamDied as problem:
         _log_failure(claim, scope, problem)
-        if is_event_stream(response.headers):
-            await send({"type": "http.response.body", "body": _error_event(problem, tail), "more_body": True})
+        if streams:
+            await _send_error(send, ApiError(502, f"the model's server broke off: {problem}"), tail)
         raise AnswerCut(str(problem)) from problem
+    except asyncio.CancelledError:
+        # This gateway leaves. A client that went, the other reason, hears nothing any more.
+        if streams and began:
+            with suppress(OSError):
+                await _send_error(send, ApiError(503, "the gateway is shutting down"), tail)
+        raise
     except OSError as error:
         # What servers of ASGI 2.4 raise from send after a disconnect; reading from the instance raises none.
         raise ClientGone from error
 
 
-def _error_event(problem: UpstreamDied, tail: bytes) -> bytes:
-    """Return an event that ends a stream in error; `tail` is how the stream's bytes ended so far."""
-    frame = json.dumps(ApiError(502, f"the model's server broke off: {problem}").body())
+async def _send_error(send: Send, error: ApiError, tail: bytes) -> None:
+    """Send an event that ends a stream in error; `tail` is how the stream's bytes ended so far."""
     # An event that was cut is ended first, or this one would become part of it.
     between = "" if not tail or tail.endswith(b"\n\n") else "\n\n"
-    return f"{between}data: {frame}\n\n".encode()
+    event = f"{between}data: {json.dumps(error.body())}\n\n".encode()
+    await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 def _log_failure(claim: Claim, scope: Scope, problem: Exception) -> None:

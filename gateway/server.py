@@ -13,6 +13,7 @@ import uvicorn
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys
 from llamastead.gateway.edge import EdgeProtocol
+from llamastead.gateway.files import most_clients
 from llamastead.gateway.last_call import HEARD_S, accept_waiting
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.runtime import Gateway, open_gateway
@@ -89,6 +90,7 @@ async def serve(settings: Settings, listener: socket.socket) -> int:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            limit_concurrency=most_clients(),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.stop_timeout),
         )

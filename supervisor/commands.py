@@ -10,8 +10,9 @@ from llamastead.shared.errors import ApiError
 from llamastead.shared.store.connect import BLOCK_MS
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Command
-from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered, Unresponsive
+from llamastead.supervisor.core.events import LoadOrdered, TurnsAway, UnloadOrdered, Unresponsive
 from llamastead.supervisor.driver import Driver
+from llamastead.supervisor.health import refuses
 from llamastead.supervisor.logfiles import log_path, read_log
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class Commands:
     """Reads commands while this supervisor leads, hands orders to the driver, answers what needs no decision.
 
     `on_metadata` is told the identity of a file whose metadata a job has read, `on_measured` file identity
-    and preset of what a job has measured.
+    and preset of what a job has measured; `socket_of` is where an instance listens.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class Commands:
         run_dir: Path,
         on_metadata: Callable[[str], Awaitable[bool]],
         on_measured: Callable[[str, str], None],
+        socket_of: Callable[[str], Path | None],
     ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._on_metadata = on_metadata
         self._on_measured = on_measured
+        self._socket_of = socket_of
         self._asked_by: dict[str, str] = {}
 
     async def answer(self, command: str, payload: Mapping[str, Any]) -> None:
@@ -68,6 +71,8 @@ class Commands:
                 errors = command.fields["errors"]
                 reason = f"answered {errors} requests with errors and none right since its load"
                 driver.put(Unresponsive(command.fields["instance"], reason))
+            elif command.verb == "refused" and refuses(self._socket_of(command.fields["instance"])):
+                driver.put(TurnsAway(command.fields["instance"]))
             await self._store.done([command.id])
             return
         self._asked_by[command.id] = command.gateway

@@ -33,7 +33,8 @@ class Effects:
 
     `build` makes an instance's start order (LaunchError when it can't), `answer` replies to a command, `tell`
     gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign, `on_view` is
-    given what a holder says of itself when its engine was started.
+    given what a holder says of itself when its engine was started, `memory_of` is what is shown of a model's
+    memory.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Effects:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_view: Callable[[str, HolderView], None],
         running: dict[str, Running],
+        memory_of: Callable[[str], str],
         host: str,
         number: int,
     ) -> None:
@@ -57,6 +59,7 @@ class Effects:
         self._spawn = spawn
         self._on_view = on_view
         self._running = running
+        self._memory_of = memory_of
         self._host = host
         self._number = number
 
@@ -103,6 +106,9 @@ class Effects:
                 told = {"candidates": json.dumps(candidates), "request_ids": json.dumps(requests)}
                 log.info("made room", extra={"model": model, **told})
                 await self._store.emit("decision", {"model": model, **told})
+            case actions.ShowTaken(instance, model, needs):
+                memory = {"memory": self._memory_of(model)}
+                await self._store.put_instance(instance, {"needs": json.dumps(dict(needs))}, model, memory)
             case actions.Discrepancy(device, amount):
                 facts = {"device": device, "mib": amount >> 20}
                 log.warning("memory of ended models never showed as free; what is shown counts", extra=facts)

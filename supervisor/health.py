@@ -1,7 +1,11 @@
-"""Finds ready instances that accept and never answer: a /health probe every few seconds, each on its own."""
+"""Finds ready instances that accept and never answer, by a /health probe every few seconds, each on its own,
+and those that don't accept.
+"""
 
 import asyncio
+import errno
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +18,16 @@ from llamastead.supervisor.core.state import State
 log = logging.getLogger(__name__)
 
 MISSES = 3
+
+
+def refuses(address: Path | None) -> bool:
+    """Return whether nobody listens on a unix socket. A full queue of connections is no refusal; nothing
+    blocks.
+    """
+    if address is None:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        return probe.connect_ex(str(address)) in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 class Health:
@@ -49,11 +63,11 @@ class Health:
                 Unresponsive(instance, f"did not answer /health {MISSES} times, {self._every:g} s each")
             )
 
-    async def _answers(self, socket: Path | None) -> bool:
-        if socket is None:
+    async def _answers(self, address: Path | None) -> bool:
+        if address is None:
             return True
         # Without certificates to check, no certificate store is read for each probe.
-        transport = httpx.AsyncHTTPTransport(uds=str(socket), verify=False)
+        transport = httpx.AsyncHTTPTransport(uds=str(address), verify=False)
         try:
             async with httpx.AsyncClient(transport=transport, timeout=self._every) as client:
                 return (await client.get("http://instance/health")).status_code == 200

@@ -71,7 +71,10 @@ class News:
             case HolderStop(step, processing):
                 facts = {"instance": instance, "step": step, "processing": processing}
                 log.info("instance stopping", extra=facts)
-                if step == "kill":
+                if step == "unlinked":
+                    # After an order of ours this says nothing new.
+                    self._tell(events.TurnsAway(instance))
+                elif step == "kill":
                     self._spawn(self._expect_end(instance))
             case HolderExit():
                 end_class, reason = classify_exit(event)

@@ -4,8 +4,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
@@ -99,7 +100,7 @@ class Reign:
             self._tell,
         )
         self._commands = Commands(
-            self._store, settings.run_dir, self._metadata.copy, self._measuring.on_measured
+            self._store, settings.run_dir, self._metadata.copy, self._measuring.on_measured, self._socket_of
         )
         effects = Effects(
             self._store,
@@ -110,6 +111,7 @@ class Reign:
             self._spawn,
             lambda instance, view: self._news.on_view(instance, view),
             self._running,
+            lambda model: json.dumps(self._book.show(model)),
             settings.host_id,
             lead.number,
         )
@@ -244,9 +246,11 @@ class Reign:
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)
-        await health.run(
-            lambda: self._driver.state, lambda i: self._running[i].socket if i in self._running else None
-        )
+        await health.run(lambda: self._driver.state, self._socket_of)
+
+    def _socket_of(self, instance: str) -> Path | None:
+        running = self._running.get(instance)
+        return running.socket if running else None
 
     async def _watch_devices(self) -> None:
         try:
@@ -268,11 +272,6 @@ class Reign:
         self._tell(RegistryChanged(self._book.specs()))
         self._devices.look()
         self._spawn(self._measuring.keep(note.model))
-        self._spawn(self._show_memory(instance, note.model, needs))
-
-    async def _show_memory(self, instance: str, model: str, needs: Mapping[str, int]) -> None:
-        memory = json.dumps(self._book.show(model))
-        await self._store.put_instance(instance, {"needs": json.dumps(needs)}, model, {"memory": memory})
 
     async def _reload_when(self, reload: asyncio.Event) -> None:
         """Read the registry again each time `reload` is set; a broken one changes nothing."""

@@ -6,11 +6,12 @@
 --   deadline_ms counts from now; not_instance may be empty; first_arrival_ms is 0 for a new ticket
 -- Returns: {instance, address, nonce, state revision}, or the ticket's first arrival (ms),
 --   or {NO_HERD}, {UNREGISTERED}, {UNKNOWN_MODEL}, {QUEUE_FULL, setting, limit}
--- Emits: queued (a new queue entry); commands: demand
+-- Emits: queued (a new queue entry); commands: demand, refused (not_instance is what serves now)
 -- @include now_ms
 -- @include emit
 -- @include ask
 -- @include take_ticket
+-- @include inference_waiting
 if redis.call('EXISTS', herd) == 0 then
   return { NO_HERD }
 end
@@ -32,6 +33,8 @@ if instance and instance ~= '' and instance ~= not_instance then
     take_ticket(model, ticket) -- enrolled by an earlier call whose answer was lost
     return { instance, address, nonce, revision }
   end
+elseif instance and instance ~= '' then
+  ask('verb', 'refused', 'instance', instance)
 end
 
 local enrolled = redis.call('HGET', tickets_key, ticket)
@@ -40,17 +43,25 @@ if enrolled then
   return cjson.decode(enrolled).enqueued_ms
 end
 
-local limit, limit_total = unpack(redis.call('HMGET', herd, 'queue_limit', 'queue_limit_total'))
-limit, limit_total = tonumber(limit or 0), tonumber(limit_total or 0)
-if limit > 0 and redis.call('HLEN', tickets_key) >= limit then
-  return { QUEUE_FULL, 'queue_limit', tostring(limit) }
-end
-local waiting = 0
-for _, other in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
-  waiting = waiting + redis.call('HLEN', prefix .. 'tickets:' .. other)
-end
-if limit_total > 0 and waiting >= limit_total then
-  return { QUEUE_FULL, 'queue_limit_total', tostring(limit_total) }
+if kind == 'inference' then
+  local limit, limit_total = unpack(redis.call('HMGET', herd, 'queue_limit', 'queue_limit_total'))
+  limit, limit_total = tonumber(limit or 0), tonumber(limit_total or 0)
+  -- Tickets of all kinds are counted first, which is quick; looking into them is for when that is not enough.
+  if limit > 0 and redis.call('HLEN', tickets_key) >= limit and inference_waiting(model) >= limit then
+    return { QUEUE_FULL, 'queue_limit', tostring(limit) }
+  end
+  local tickets, waiting, others = 0, 0, redis.call('ZRANGE', queue, 0, -1)
+  for _, other in ipairs(others) do
+    tickets = tickets + redis.call('HLEN', prefix .. 'tickets:' .. other)
+  end
+  if limit_total > 0 and tickets >= limit_total then
+    for _, other in ipairs(others) do
+      waiting = waiting + inference_waiting(other)
+    end
+    if waiting >= limit_total then
+      return { QUEUE_FULL, 'queue_limit_total', tostring(limit_total) }
+    end
+  end
 end
 
 local first = tonumber(first_arrival_ms)

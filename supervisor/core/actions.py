@@ -2,6 +2,7 @@
 event, unless the instance ends first; until then the core leaves that instance alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamastead.shared.errors import ApiError
@@ -149,6 +150,15 @@ class Decide:
 
 
 @dataclass(frozen=True)
+class ShowTaken:
+    """Write down what an instance holds per device, for the next leader and for people."""
+
+    instance: str
+    model: str
+    needs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Discrepancy:
     """Record that so many bytes of ended processes never showed as free on a device; what it shows counts."""
 
@@ -170,5 +180,6 @@ Action = (
     | Answer
     | Ended
     | Decide
+    | ShowTaken
     | Discrepancy
 )

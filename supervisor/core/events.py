@@ -158,6 +158,15 @@ class Unresponsive:
 
 
 @dataclass(frozen=True)
+class TurnsAway:
+    """An instance finishes what it has and lets nobody new in: somebody else told its engine or its holder
+    to stop.
+    """
+
+    instance: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """The process is gone, confirmed by its holder or by the kernel.
 
@@ -286,6 +295,7 @@ InstanceEvent = (
     | Took
     | FellAsleep
     | Unresponsive
+    | TurnsAway
     | Exited
     | StopFailed
     | Granted

@@ -7,7 +7,7 @@ from typing import Any
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core import ledger, trouble
-from llamastead.supervisor.core.actions import Discrepancy, Ended, ForceStop, Grant, TrySleep
+from llamastead.supervisor.core.actions import Discrepancy, Ended, ForceStop, Grant, ShowTaken, TrySleep
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, Change
 from llamastead.supervisor.core.orders import on_load_ordered, on_shut_down, on_unload_ordered
@@ -189,6 +189,7 @@ def on_took(draft: Draft, instance: Instance, event: ev.Took) -> None:
     if not instance.resting:
         took = draft.set(instance, needs=event.needs)
         draft.state = ledger.settle(draft.state, took, event.shown)
+        draft.do(ShowTaken(took.id, took.model, took.needs))
 
 
 def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
@@ -210,10 +211,20 @@ def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) ->
     draft.do(ForceStop(instance.id, EndClass.CRASHED, event.reason))
 
 
+def on_turns_away(draft: Draft, instance: Instance, _: ev.TurnsAway) -> None:
+    """Let it finish and send nobody there any more; who comes from now on waits for a fresh load."""
+    if instance.state in {S.READY, S.DRAINING, S.SLEEPING, S.WAKING}:
+        old = instance.leaving or Leaving(EndClass.KILLED, reason="told to stop from outside")
+        draft.set(instance, leaving=replace(old, ordered=True))
+
+
 def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
     """Record the end, give its room back, and do what its class asks for."""
     leaving = instance.leaving
     asked = leaving if instance.state in {S.STOPPING, S.STOP_FAILED} else None
+    if asked and asked.end_class is EndClass.KILLED and event.end_class is not EndClass.STOPPED:
+        # It refused connections because it was dying, and died before our stop reached it.
+        asked = None
     broke = asked is None or asked.reason is not None
     end_class = asked.end_class if asked else event.end_class
     reason = asked.reason if asked and asked.reason else event.reason
@@ -321,6 +332,7 @@ _INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
     ev.Took: on_took,
     ev.FellAsleep: on_fell_asleep,
     ev.Unresponsive: on_unresponsive,
+    ev.TurnsAway: on_turns_away,
     ev.Exited: on_exited,
     ev.StopFailed: on_stop_failed,
     ev.Granted: on_granted,

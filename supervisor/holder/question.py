@@ -12,8 +12,9 @@ COUNTS = re.compile(rb"^llamacpp:requests_(?:processing|deferred) (\d+)", re.MUL
 class Question:
     """One GET /metrics over a unix socket; `on_answer` gets the number of requests it runs and defers.
 
-    The number is None when there is no such answer. There is no time limit: an engine answers between two
-    batches, and a batch may take long. `drop` ends it.
+    It is 0 when nobody listens, since such an engine is ending and finishes nothing, and None when there is
+    no such answer. There is no time limit: an engine answers between two batches, and a batch may take long.
+    `drop` ends it.
     """
 
     def __init__(self, loop, path, key, on_answer):
@@ -23,9 +24,10 @@ class Question:
         try:
             self._socket.connect(path)
             self._socket.send(REQUEST % key.encode())
-        except OSError:
-            # Nobody listens, or its backlog is full. Told from the loop: the asker need not be re-entrant.
-            self._timer = loop.after(0, lambda: self._answer(None))
+        except OSError as error:
+            # Its backlog may be full. Told from the loop: the asker need not be re-entrant.
+            count = 0 if isinstance(error, (ConnectionRefusedError, FileNotFoundError)) else None
+            self._timer = loop.after(0, lambda: self._answer(count))
         else:
             self._timer = None
             loop.watch(self._socket.fileno(), READ, lambda _: self._read())

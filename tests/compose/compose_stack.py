@@ -61,7 +61,7 @@ class Stack:
         return done.stdout.decode().strip()
 
     def logs(self, lines: int = 200) -> str:
-        """Return what health checks said last of unhealthy containers, and the last lines of all containers."""
+        """Return what health checks said of unhealthy containers, and the last lines of all containers."""
         label = f"label=com.docker.compose.project={self.project}"
         unwell = docker("ps", "--all", "--quiet", "--filter", label, "--filter", "health=unhealthy").split()
         checks = [f"{known['Name']}: {known['State']['Health']}" for known in map(self.inspect, unwell)]

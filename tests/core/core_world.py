@@ -292,7 +292,7 @@ class World:
             case act.Answer():
                 assert action.command in self.commands, "a command was answered twice"
                 self.commands.remove(action.command)
-            case act.Decide() | act.Discrepancy():
+            case act.Decide() | act.Discrepancy() | act.ShowTaken():
                 pass
 
     def _book(self, own: Shared) -> int:

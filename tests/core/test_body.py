@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import tracemalloc
+import zlib
 from itertools import pairwise
 from typing import Any
 
@@ -211,7 +213,7 @@ FILE = 'content-disposition: form-data; name="file"; filename="model"\r\nContent
     ),
     cuts,
 )
-def test_a_forms_model_is_found_wherever_it_stands(parts: list[tuple[str, bytes]], cuts: list[int]) -> None:
+def test_c141_a_forms_model_is_found_anywhere(parts: list[tuple[str, bytes]], cuts: list[int]) -> None:
     """The field before, between and after files that look like boundaries, cut anywhere."""
     assert form_model(pieces_of(form(*parts), cuts)) == "whisper"
 
@@ -318,7 +320,9 @@ async def test_c144_a_body_at_the_limit_passes_and_one_byte_more_is_413() -> Non
     [
         ([(b"content-length", b"2"), (b"transfer-encoding", b"chunked")], 400),
         ([(b"content-length", b"-2")], 400),
-        ([(b"content-encoding", b"gzip")], 415),
+        ([(b"content-encoding", b"br")], 415),
+        ([(b"content-encoding", b"zstd")], 415),
+        ([(b"content-encoding", b"gzip, gzip")], 415),
         ([(b"content-type", b"multipart/form-data")], 400),
     ],
 )
@@ -329,6 +333,58 @@ async def test_c142_a_body_with_two_lengths_or_an_unknown_form_is_refused(
     with pytest.raises(ApiError) as refused:
         await read([b"{}"], *headers)
     assert refused.value.status == status
+
+
+GZIP, DEFLATE = zlib.MAX_WBITS | 16, zlib.MAX_WBITS
+
+
+def packed(data: bytes, bits: int = GZIP) -> bytes:
+    """Compress, as gzip unless told otherwise."""
+    packer = zlib.compressobj(9, wbits=bits)
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+@pytest.mark.parametrize(("coding", "bits"), [(b"gzip", GZIP), (b"X-GZip ", GZIP), (b"deflate", DEFLATE)])
+async def test_c145_a_compressed_body_is_kept_decoded(coding: bytes, bits: int, step: int) -> None:
+    """Each known coding, cut anywhere, small and spooled: decoded exactly, the model found on the way."""
+    for size in (10, 3 * MEMORY_BYTES):
+        data = b'{"x":"' + b"y" * size + b'","model":"m"}'
+        raw = packed(data, bits)
+        pieces = [raw[at : at + step] for at in range(0, len(raw), step)]
+        body = await read(pieces, (b"content-encoding", coding))
+        assert body.model == "m"
+        assert await again(body) == data
+        body.close()
+
+
+async def test_c145_joined_members_and_an_empty_body_are_whole() -> None:
+    """Two gzip members end to end are one body; a coding announced for no body at all hurts nobody."""
+    joined = await read([packed(b'{"model":') + packed(b'"m"}')], (b"content-encoding", b"gzip"))
+    assert (joined.model, joined.data) == ("m", b'{"model":"m"}')
+    assert (await read([b""], (b"content-encoding", b"gzip"))).size == 0
+
+
+@pytest.mark.parametrize("data", [packed(b'{"model":"m"}')[:-3], b"not gzip", packed(b"{}") + b"tail"])
+async def test_c145_what_is_not_the_coding_it_names_is_400(data: bytes) -> None:
+    """Cut short, plain text, and something behind the end: 400 that names the coding."""
+    with pytest.raises(ApiError, match="not valid gzip") as refused:
+        await read([data], (b"content-encoding", b"gzip"))
+    assert refused.value.status == 400
+
+
+async def test_c145_a_bomb_is_413_and_costs_no_memory() -> None:
+    """Two MiB that decode to 2 GiB, in one piece, limit 50 MB: 413, with a few MiB of memory at most."""
+    bomb = packed(b"[" + b" " * (1 << 20)) + packed(b" " * (1 << 20)) * 2047
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refused:
+            await read([bomb], (b"content-encoding", b"gzip"), limit=50_000_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refused.value.status == 413
+    assert peak < 16 << 20
 
 
 async def test_broken_json_in_a_large_body_is_400_with_its_place() -> None:

@@ -539,6 +539,43 @@ def test_c25_an_unresponsive_instance_is_ended_as_crashed() -> None:
     assert kinds(herd.ask("a", at=11.0)) == [act.Start]
 
 
+def test_an_instance_told_to_stop_from_outside_finishes_and_its_model_is_loaded_again() -> None:
+    """Somebody stops A, which is busy: it drains uncut, who comes now waits for a fresh load of A."""
+    herd = Herd("a", models_max=1)
+    ready(herd, "a")
+    a = herd.of("a").id
+    herd.lease("a", 1)
+    assert herd.do(ev.TurnsAway(a), at=10.0) == (act.TryDrain(a, None, True),)
+    assert herd.do(ev.Drained(a, 1)) == ()
+    assert herd.ask("a", at=11.0) == ()
+    assert herd.do(ev.TurnsAway(a)) == ()
+    actions = herd.exit(a, end_class=EndClass.CRASHED, code=0)
+    assert kinds(actions) == [act.Ended, act.Start]
+
+
+def test_an_idle_instance_told_to_stop_from_outside_is_stopped_once() -> None:
+    """Somebody stops A, which is idle: it ends as killed, with the reason."""
+    herd = Herd("a")
+    ready(herd, "a")
+    a = herd.of("a").id
+    assert herd.do(ev.TurnsAway(a), at=10.0) == (act.TryStop(a, EndClass.KILLED, None),)
+    herd.do(ev.StopGranted(a))
+    assert herd.do(ev.TurnsAway(a)) == ()
+    ended = herd.exit(a, code=0)[0]
+    assert ended == act.Ended(a, "a", S.FAILED, EndClass.KILLED, "told to stop from outside", 0)
+
+
+def test_a_crash_that_is_seen_first_as_a_refused_connection_is_told_as_one() -> None:
+    """A gateway is refused by A, which is just crashing: the end has the class and reason of the crash."""
+    herd = Herd("a")
+    ready(herd, "a")
+    a = herd.of("a").id
+    herd.do(ev.TurnsAway(a), at=10.0)
+    herd.do(ev.StopGranted(a))
+    ended = herd.do(ev.Exited(a, EndClass.CRASHED, "segmentation fault", -11))[0]
+    assert ended == act.Ended(a, "a", S.FAILED, EndClass.CRASHED, "segmentation fault", -11)
+
+
 def test_c58_a_stop_that_failed_keeps_its_place_and_nobody_else_waits_for_it() -> None:
     """Two slots, A's stop for C fails: A counts on, C takes the other idle one, A loads after its late
     end.

@@ -113,7 +113,7 @@ def test_c12_one_victim_for_one_need_and_its_bytes_are_counted_once() -> None:
 
 
 def test_c54_a_refusal_says_what_others_hold() -> None:
-    """A stranger holds 12 of 24 GiB: a model of 16 is refused with all numbers; it starts once that is gone."""
+    """A stranger holds 12 of 24 GiB: a model of 16 is refused with numbers; once that is gone it starts."""
     herd = Herd(needs("b", 16))
     herd.read(gpu0=gpu(24, 12, margin=GIB))
     herd.ask("b")

@@ -198,7 +198,10 @@ class Scheduling(RuleBasedStateMachine):
         self.news()
 
     @precondition(lambda self: self.world.instances)
-    @rule(data=st.data(), what=st.sampled_from(["sleeps", "sleeps", "fails", "stuck", "silent", "moves"]))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["sleeps", "sleeps", "fails", "stuck", "silent", "turns away", "moves"]),
+    )
     def one_engine_misbehaves(self, data: Any, what: str) -> None:
         name = self.some_instance(data)
         if what == "sleeps":
@@ -210,6 +213,8 @@ class Scheduling(RuleBasedStateMachine):
             self.world.stop_fails(name)
         elif what == "silent":
             self.world.inbox.append(ev.Unresponsive(name, "no answer to /health"))
+        elif what == "turns away":
+            self.world.inbox.append(ev.TurnsAway(name))
         elif self.world.instances[name].engine == "loading":
             value = data.draw(st.sampled_from([None, 0.2, 0.7]))
             self.world.inbox.append(ev.Loading(name, value) if value else ev.Moved(name))

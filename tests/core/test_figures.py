@@ -16,15 +16,16 @@ from llamastead.shared.figures import (
 
 TABLE = "common_memory_breakdown_print: | memory breakdown [MiB] | total   free    self   model   context |"
 MAIN = "common_params_fit_impl: getting device memory data for initial parameters:"
+# What engines print, put on more lines than they do.
 ON_GPU = f"""\
 0.01.100.000 I {MAIN}
 0.01.200.000 I {TABLE}
-0.01.200.001 I common_memory_breakdown_print: |   - CUDA0 (RTX 4090)   | 24077 =  945 + (19187 = 17904 +     384 \
-+     898) +        3945 |
-0.01.200.002 I common_memory_breakdown_print: |   - Host               |                  309 =   235 +      49 \
-+      24                |
-0.01.200.003 I common_memory_breakdown_print: |   - CPU_REPACK         |                   12 =    12 +       0 \
-+       0                |
+0.01.200.001 I common_memory_breakdown_print: |   - CUDA0 (RTX 4090)   | 24077 =  945 \
++ (19187 = 17904 +     384 +     898) +        3945 |
+0.01.200.002 I common_memory_breakdown_print: |   - Host               |                  309 \
+=   235 +      49 +      24                |
+0.01.200.003 I common_memory_breakdown_print: |   - CPU_REPACK         |                   12 \
+=    12 +       0 +       0                |
 """
 LATER = ON_GPU.replace("17904", "1")
 FITTED = "0.01.300.000 I common_fit_params: fitting params to free memory took 0.00 seconds"

@@ -100,6 +100,22 @@ async def test_queue_limits_refuse_without_a_trace(redis: Redis, keys: Keys) -> 
     }
 
 
+async def test_c162_reads_take_no_place_from_inference(redis: Redis, keys: Keys) -> None:
+    """Let reads wait beyond both bounds: they are enrolled, and inference has all the places there are."""
+    herd = await Herd(redis, keys).open("a", "b", queue_limit=1, queue_limit_total=2)
+    for k in range(3):
+        read = await herd.gateway.acquire("a", f"r{k}", "g1", UseKind.READ, 60_000)
+        assert isinstance(read, Waiting)
+    assert isinstance(await herd.acquire("a", "t1"), Waiting)
+    with pytest.raises(QueueFull) as full:
+        await herd.acquire("a", "t2")
+    assert full.value.limit_name == "queue_limit"
+    assert isinstance(await herd.acquire("b", "t3"), Waiting)
+    with pytest.raises(QueueFull) as full:
+        await herd.acquire("b", "t4")
+    assert isinstance(await herd.gateway.acquire("b", "r4", "g1", UseKind.READ, 60_000), Waiting)
+
+
 async def test_r4_waiters_hold_leases_before_ready_can_be_seen(herd: Herd) -> None:
     """Three requests of two gateways wait, the model gets ready: a lease each, and a stop is refused."""
     await herd.acquire("a", "t1", "g1")
@@ -146,9 +162,11 @@ async def test_ready_instance_is_claimed_at_once(herd: Herd) -> None:
 
 
 async def test_not_instance_waits_instead_of_the_address_that_refused(herd: Herd) -> None:
-    """A gateway whose connection was refused excludes that instance and waits."""
+    """A gateway whose connection was refused excludes that instance and waits; the supervisor hears of it."""
     await herd.ready("i1", "a")
+    await herd.asked()
     assert isinstance(await herd.acquire("a", "t1", not_instance="i1"), Waiting)
+    assert await herd.asked() == [("refused", "i1"), ("demand", "a")]
 
 
 @pytest.mark.parametrize("state", [s for s in InstanceState if s is not InstanceState.READY])

@@ -397,7 +397,7 @@ async def test_without_a_herd_new_requests_wait_a_little_then_503(
         (await request).close()
 
 
-async def test_without_redis_leases_go_on_new_requests_get_503_and_waiting_ones_survive(
+async def test_c180_without_redis_leases_go_on_new_requests_get_503_and_waiting_ones_survive(
     short_tmp: Path, keys: Keys, tmp_path: Path
 ) -> None:
     """Kill Redis under a claim and a waiting request, lose all its data, bring it back: as the title says."""

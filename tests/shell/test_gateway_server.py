@@ -1,6 +1,7 @@
 """A gateway as a process: how it begins, how it leaves, and several of them on one port."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from redis.asyncio import Redis
 from llamastead.shared.ports import listen
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.store.keys import Keys
+from llamastead.up.processes import descendants_of
 
 NONCE = "0" * 32
 
@@ -33,7 +35,7 @@ class TalkingInstance:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator["TalkingInstance"]:
         """Serve; at the end every connection is finished and closed."""
-        server = await asyncio.start_unix_server(self._on_connection, self.path)
+        server = await asyncio.start_unix_server(self._on_connection, self.path, backlog=1024)
         async with server:
             try:
                 yield self
@@ -99,13 +101,18 @@ async def leader(redis: Redis, keys: Keys) -> ScriptedLeader:
 
 
 @asynccontextmanager
-async def gateway_process(folder: Path, *flags: str) -> AsyncIterator[GatewayProcess]:
+async def gateway_process(
+    folder: Path, *flags: str, files: int | None = None
+) -> AsyncIterator[GatewayProcess]:
+    """Run a gateway; `files`: how many it may have open."""
     with listen("127.0.0.1", 0) as probe:
         port = probe.getsockname()[1]
     log = folder / "gateway.log"
     with log.open("ab") as out:
-        words = ("-m", "llamastead", "gateway", "--port", str(port), *flags)
-        process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=out, stderr=out)
+        words = [sys.executable, "-m", "llamastead", "gateway", "--port", str(port), *flags]
+        if files is not None:
+            words = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *words]
+        process = await asyncio.create_subprocess_exec(*words, stdout=out, stderr=out)
     try:
         yield GatewayProcess(process, port, log)
     finally:
@@ -130,7 +137,7 @@ async def refuses(port: int) -> bool:
     return False
 
 
-async def test_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
+async def test_c133_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
     env: Path, leader: ScriptedLeader
 ) -> None:
     """TERM with an answer and an event stream open: nobody new, the stream ends, the answer is whole."""
@@ -156,10 +163,10 @@ async def test_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
         assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == []
 
 
-async def test_what_does_not_end_is_cut_at_the_deadline(
+async def test_c133_what_does_not_end_is_cut_at_the_deadline(
     env: Path, leader: ScriptedLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TERM with an answer that never ends: it is cut after the stop-timeout, and the exit status tells."""
+    """TERM with an endless answer: an error event, a cut after the stop-timeout, and an exit status."""
     monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "1")
     instance = TalkingInstance(env / "e.sock")
     async with instance.listening(), gateway_process(env) as gateway, gateway.client() as client:
@@ -169,8 +176,10 @@ async def test_what_does_not_end_is_cut_at_the_deadline(
             parts = answer.aiter_bytes()
             await anext(parts)
             gateway.process.send_signal(signal.SIGTERM)
+            last = [await anext(parts)]
             with pytest.raises(httpx.TransportError):
-                [part async for part in parts]
+                await anext(parts)
+            assert json.loads(last[-1].removeprefix(b"data: "))["error"]["code"] == 503
         assert await asyncio.wait_for(gateway.process.wait(), 10) == 1
         assert await leader.leases("h-1-1") == {}
 
@@ -188,6 +197,73 @@ async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -
             await until(lambda: refuses(gateway.port), "the port to be closed")
             gateway.process.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(gateway.process.wait(), 5) == 1
+
+
+async def test_c163_more_clients_than_files_get_503_and_crash_nothing(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """A gateway with 128 open files and 60 endless answers asked for: 503 for the excess, all well after."""
+    instance = TalkingInstance(env / "e.sock")
+    async with instance.listening(), gateway_process(env, files=128) as gateway, gateway.client() as client:
+        await gateway.ready()
+        await load(leader, instance)
+        assert "few open files" in gateway.log.read_text()
+        asked = [client.post("/v1/completions", json={"model": "a"}) for _ in range(60)]
+        answers = [asyncio.ensure_future(one) for one in asked]
+
+        async def excess() -> bool:
+            return sum(answer.done() for answer in answers) >= 60 - (128 - 64) // 2
+
+        await until(excess, "the excess to be refused")
+        assert {answer.result().status_code for answer in answers if answer.done()} == {503}
+        instance.finish.set()
+        codes = [(await answer).status_code for answer in answers]
+        assert set(codes) == {200, 503}
+        assert await gateway.ready()
+
+
+async def begin_stream(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream on a connection of its own and read its first event."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = b'{"model":"a","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(body) + body)
+    assert b"data: one\n\n" in await reader.readuntil(b"data: one\n\n")
+    return reader, writer
+
+
+def resident_bytes(gateway: GatewayProcess) -> int:
+    """Return the resident memory of all workers of a gateway."""
+    workers = descendants_of(gateway.process.pid, set())
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in workers]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_c163_many_streams_starve_no_probe_and_cost_little_memory(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """1 500 silent streams over two workers: health within a second, under 32 KiB each, and all end whole."""
+    instance = TalkingInstance(env / "e.sock")
+    async with (
+        instance.listening(),
+        gateway_process(env, "--workers", "2") as gateway,
+        gateway.client() as client,
+    ):
+        await gateway.ready()
+        await load(leader, instance)
+        streams = [await begin_stream(gateway.port)]
+        before = resident_bytes(gateway)
+        while len(streams) < 1_500:
+            streams += await asyncio.gather(*(begin_stream(gateway.port) for _ in range(50)))
+        assert (resident_bytes(gateway) - before) / len(streams) < 32 * 1024
+        for _ in range(10):
+            async with asyncio.timeout(1):
+                assert (await client.get("/healthz")).status_code == 200
+        instance.finish.set()
+        ends = await asyncio.gather(*(reader.read(-1) for reader, _ in streams))
+        assert all(end.endswith(b"data: two\n\n\r\n0\r\n\r\n") for end in ends)
+        for _, writer in streams:
+            writer.close()
 
 
 async def test_c111_a_hangup_ends_no_gateway(env: Path, leader: ScriptedLeader) -> None:

@@ -179,6 +179,20 @@ async def test_waiting_for_zero_can_be_bounded(
     assert steps(watcher)[-1] == "exit"
 
 
+async def test_an_engine_that_listens_no_more_is_not_waited_for(
+    engine: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Stop without a deadline an engine whose socket is gone, as after a TERM: it is told to exit at once."""
+    watcher = watch()
+    spec = spec_for(run_dir, engine, model)
+    await started(watcher, spec)
+    (run_dir / "i" / spec.instance / "e.sock").unlink()
+    watcher.holders.stop(spec.instance, None)
+    end = await watcher.event(HolderExit)
+    assert (end.code, end.killed) == (0, False)
+    assert steps(watcher) == ["unlinked", "exit"]
+
+
 async def cut(http: httpx.AsyncClient) -> bool:
     """Send a request and return whether it ended without an answer."""
     try:

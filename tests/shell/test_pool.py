@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from byte_path_kit import OK, Visit, answering, chunk, instance
+from byte_path_kit import OK, Instance, Visit, answering, chunk, instance
 
 from llamastead.gateway.body import Body, read_body
 from llamastead.gateway.upstream import AddressRefused, Pool, Pools, Response, UpstreamDied, connection, pool
@@ -334,6 +334,36 @@ async def test_a_refusal_before_the_bodys_end_is_an_answer(path: Path) -> None:
             assert (response.status, await whole(response)) == (413, b"ok")
         assert (connections.busy, connections.idle) == (0, 0)
     body.close()
+
+
+async def test_c138_a_late_accept_and_a_later_answer_are_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance that accepts and answers long after the limits of connecting and of idleness: served."""
+    monkeypatch.setattr(pool, "CONNECT_S", 0.01)
+    monkeypatch.setattr(pool, "IDLE_S", 0.01)
+    late = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        asyncio.get_running_loop().call_later(0.2, late.set)
+        await late.wait()
+        await visit.send(OK)
+
+    async def accept_later() -> asyncio.Server:
+        await asyncio.sleep(0.2)  # no event tells: the point is that nobody accepts for so long
+        return await asyncio.start_unix_server(made.accept, sock=listening)
+
+    made = Instance(path, script)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        connections = Pool(made.address)
+        answer, server = await asyncio.gather(ask(connections), accept_later())
+        assert answer == (200, b"ok")
+        connections.close()
+        server.close()
+        await made.all_closed()
 
 
 async def test_c25_an_instance_that_hangs_holds_up_nobody_else(short_tmp: Path) -> None:

@@ -1,5 +1,6 @@
 """One proxied request through the byte path, driven by hand: models, headers, bodies, failures."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def path(short_tmp: Path) -> Path:
     return short_tmp / "e.sock"
 
 
-async def test_request_and_answer_pass_unchanged_but_for_what_is_ours(path: Path) -> None:
-    """One POST: as sent but for hop-by-hop headers and the client's key; ours are added to the answer."""
+async def test_c154_request_and_answer_pass_unchanged_but_for_what_is_ours(path: Path) -> None:
+    """One POST: as sent but for Host, hop-by-hop headers and credentials; ours are added to the answer."""
     body = b'{ "model" :"n",\t"messages":[] }  '
     answer = OK.replace(
         b"Content-Type",
@@ -48,6 +49,10 @@ async def test_request_and_answer_pass_unchanged_but_for_what_is_ours(path: Path
                 (b"host", b"gateway"),
                 (b"authorization", b"Bearer client-key"),
                 (b"x-api-key", b"client-key"),
+                (b"cookie", b"session=1"),
+                (b"x-forwarded-for", b"192.0.2.1"),
+                (b"traceparent", b"00-1-2-01"),
+                (b"accept-encoding", b"br"),
                 (b"connection", b"keep-alive, X-Private"),
                 (b"x-private", b"1"),
                 (b"te", b"trailers"),
@@ -63,7 +68,10 @@ async def test_request_and_answer_pass_unchanged_but_for_what_is_ours(path: Path
         assert received.body == body
         assert sorted(received.headers) == sorted(
             [
-                (b"host", b"gateway"),
+                (b"host", b"localhost"),
+                (b"x-forwarded-for", b"192.0.2.1"),
+                (b"traceparent", b"00-1-2-01"),
+                (b"accept-encoding", b"br"),
                 (b"accept", b"text/event-stream"),
                 (b"x-conversation-id", b"c1"),
                 JSON,
@@ -241,7 +249,7 @@ async def test_c79_reads_do_not_wake_a_sleeper(path: Path, method: str, target: 
         await setting.pools.close()
 
 
-async def test_a_form_passes_byte_for_byte(path: Path) -> None:
+async def test_c141_a_form_passes_byte_for_byte(path: Path) -> None:
     """An upload with the model behind the file: found there, and the body arrives unchanged."""
     body = (
         b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
@@ -257,6 +265,26 @@ async def test_a_form_passes_byte_for_byte(path: Path) -> None:
             headers=[(b"content-type", b"multipart/form-data; boundary=b")],
         ).done()
         assert made.received[0].body == body
+        await setting.pools.close()
+
+
+async def test_c145_a_compressed_body_goes_on_decoded_and_an_answers_coding_is_its_own(path: Path) -> None:
+    """A gzip request: sent on plain with its own length and no coding; the answer keeps its own coding."""
+    body, coded = b'{"model":"m"}', gzip.compress(b"ok")
+    answer = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s" % (
+        len(coded),
+        coded,
+    )
+    async with instance(path, answering(answer)) as made:
+        setting = proxy_for(made.address)
+        headers = [JSON, (b"content-encoding", b"gzip"), (b"accept-encoding", b"gzip")]
+        call = await Call(setting.proxy, body=gzip.compress(body), headers=headers).done()
+        received = made.received[0]
+        assert received.body == body
+        assert received.header(b"content-length") == [b"%d" % len(body)]
+        assert received.header(b"content-encoding") == []
+        assert received.header(b"accept-encoding") == [b"gzip"]
+        assert (call.header(b"content-encoding"), call.body) == ([b"gzip"], coded)
         await setting.pools.close()
 
 
@@ -281,7 +309,7 @@ async def test_c144_too_large_a_body_is_413_and_nothing_is_forwarded() -> None:
     assert (refused.value.status, setting.admission.asked) == (413, [])
 
 
-async def test_events_get_their_headers_once_and_come_as_they_are(path: Path) -> None:
+async def test_c123_c126_events_get_their_headers_once_and_come_as_they_are(path: Path) -> None:
     """An event stream in odd pieces: bytes unchanged, no buffering and no caching said once each."""
     events = [b"data: 1\n", b"\ndata: 2\n\n", b": ping\n\n", b"data: [DONE]\n\n"]
 

@@ -296,7 +296,7 @@ async def test_c31_resets_right_after_the_head_leak_nothing(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["events", "json"])
-async def test_c130_a_broken_answer_ends_without_a_clean_end_or_a_trace(
+async def test_c127_c130_a_broken_answer_ends_without_a_clean_end_or_a_trace(
     path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The instance dies mid-answer: an error event and no last chunk, or too few bytes; one warning."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.commands import Commands
-from llamastead.supervisor.core.events import LoadOrdered, UnloadOrdered
+from llamastead.supervisor.core.events import LoadOrdered, TurnsAway, UnloadOrdered
 from llamastead.supervisor.logfiles import log_path
 
 SOON_MS = 60_000
@@ -44,7 +45,7 @@ class Desk:
         self.gateway = GatewayStore(redis, keys)
         self.leader = LeaderStore(redis, keys, "token")
         self.read: list[str] = []
-        self.commands = Commands(self.leader, run_dir, self._on_metadata)
+        self.commands = Commands(self.leader, run_dir, self._on_metadata, run_dir.joinpath)
         self.driver = Ordered()
 
     async def _on_metadata(self, identity: str) -> bool:
@@ -145,3 +146,18 @@ async def test_what_only_says_look_is_looked_at_and_gone(desk: Desk, redis: Redi
             await asyncio.sleep(0.01)
     assert desk.read == ["i1"]
     assert desk.driver.events == []
+
+
+async def test_an_address_that_refused_is_looked_at(desk: Desk, redis: Redis, tmp_path: Path) -> None:
+    """Tell of one that listens and of two that don't: the driver hears of those two."""
+    with socket.socket(socket.AF_UNIX) as listens, socket.socket(socket.AF_UNIX) as bound:
+        listens.bind(str(tmp_path / "listens"))
+        listens.listen()
+        bound.bind(str(tmp_path / "bound"))
+        for name in ("listens", "bound", "gone"):
+            await redis.xadd(desk.keys.commands, {"verb": "refused", "instance": name})
+        async with asyncio.timeout(10):
+            while len(desk.driver.events) < 2:
+                desk.driver.told.clear()
+                await desk.driver.told.wait()
+    assert desk.driver.events == [TurnsAway("bound"), TurnsAway("gone")]

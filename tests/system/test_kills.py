@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -33,7 +34,8 @@ from inside import (
     waits,
 )
 
-from llamastead.supervisor.holder_record import read_record
+from llamastead.supervisor.health import refuses
+from llamastead.supervisor.holder_record import Record, read_record
 
 
 async def test_r17_supervisor_killed_during_a_stream_is_not_noticed() -> None:
@@ -185,6 +187,46 @@ async def test_holder_killed_takes_its_engine_along() -> None:
             await served(client, "a")
             assert (await ready(made, "a"))["pid"] != before["pid"]
             assert await loads(made, "a") == 2
+
+
+async def test_holder_told_to_stop_from_outside_finishes_while_others_wait() -> None:
+    """TERM the holder of a busy engine: the stream ends whole, who comes meanwhile gets a fresh load."""
+    async with herd(QUICK) as made:
+        await made.up(*real(made, "a"))
+        async with made.client() as client:
+            async with streaming(made, "a") as stream:
+                before = await ready(made, "a")
+                os.kill(recorded(made, before["id"]).holder_pid, signal.SIGTERM)
+                await until(lambda: refuses(made.run_dir / "i" / before["id"] / "e.sock"), "it to turn away")
+                waiting = asyncio.ensure_future(served(client, "a"))
+                await until(lambda: waits(made, "a"), "a request to wait")
+                assert (await stream.rest()).endswith(DONE)
+            await waiting
+        assert (await ready(made, "a"))["id"] != before["id"]
+        assert await loads(made, "a") == 2
+        await made.nothing_counted()
+
+
+async def test_engine_told_to_stop_from_outside_turns_nobody_away() -> None:
+    """TERM a busy engine, which then refuses connections for as long as it ends: who comes waits for the
+    next.
+    """
+    async with herd(QUICK) as made:
+        await made.up(*real(made, "a"), "--stop-timeout", "1")
+        async with streaming(made, "a"), made.client() as client:
+            before = await ready(made, "a")
+            os.kill(recorded(made, before["id"]).engine_pid, signal.SIGTERM)
+            await until(lambda: refuses(made.run_dir / "i" / before["id"] / "e.sock"), "it to turn away")
+            await served(client, "a")
+        assert (await ready(made, "a"))["id"] != before["id"]
+        await made.nothing_counted()
+
+
+def recorded(made: Herd, instance: str) -> Record:
+    """Return what an instance's holder wrote down about its processes."""
+    record = read_record(made.run_dir / "i" / instance)
+    assert record is not None
+    return record
 
 
 async def test_valkey_killed_leaves_streams_alone() -> None:
