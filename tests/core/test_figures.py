@@ -100,7 +100,7 @@ def test_no_table_is_no_figure() -> None:
 
 
 def test_buffers_of_a_load_are_summed_and_the_last_reserve_counts() -> None:
-    """Take the lines of a load: caches add up, a second reserve replaces the first, file pages are told apart."""
+    """Take the lines of a load: caches add up, a second reserve replaces the first, file pages are apart."""
     found = loaded(LOAD).figures
     assert found == {
         "CUDA0": Parts(model=round(1000.5 * MIB), context=round(52.5 * MIB), compute=24 * MIB),

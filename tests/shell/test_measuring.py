@@ -131,7 +131,7 @@ def test_a_model_that_is_no_model_says_so(real_engine: Path, short_tmp: Path) ->
     """Measure a file that is no GGUF: the engine's last words are the reason."""
     broken = short_tmp / "m.gguf"
     broken.write_text("no")
-    with pytest.raises(MeasureError, match="ended with code 1: .*"):
+    with pytest.raises(MeasureError, match="ended with code 1: "):
         measure(words(real_engine, broken), {})
 
 
@@ -196,4 +196,5 @@ def test_what_is_not_known_is_reckoned_by_size_and_says_so(tmp_path: Path, model
     assert (reckoned.source, reckoned.context) == ("file size", None)
     assert reckoned.parts.total > 512 * MIB
     tiny_model(tmp_path / "m.gguf", 2)
-    assert estimate(tmp_path / "m.gguf", read_use({"ctx-size": "256"})).parts.context == LAYERS * 2 * 32 * 2 * 256
+    exact = estimate(tmp_path / "m.gguf", read_use({"ctx-size": "256"})).parts.context
+    assert exact == LAYERS * 2 * 32 * 2 * 256
