@@ -40,20 +40,22 @@ def _no_constant(name: str) -> NoReturn:
 
 _whole = json.JSONDecoder(parse_int=_Number, parse_float=_Number, parse_constant=_no_constant)
 _BOM = "\ufeff"
+MAX_DEPTH = 10_000
+"""Brackets open at once. llama-server recurses into values: many more would end it for all its clients."""
 _MAX_SHOWN = 64
 
 
 def model_of_json(data: bytes) -> ModelField:
     """Return what a whole JSON body says about its model. Raises BrokenJson."""
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
+        return _scanned(data)
     try:
         document = _whole.decode(data.decode().removeprefix(_BOM))
     except json.JSONDecodeError as error:
         raise BrokenJson(error.lineno, error.colno, error.msg) from None
     except (ValueError, RecursionError):
         # Not UTF-8, a constant that JSON doesn't know, or nested too deep for a recursive parser.
-        scan = JsonScan()
-        scan.feed(data)
-        return scan.finish()
+        return _scanned(data)
     if type(document) is not dict:
         return None
     value = document.get("model")
@@ -62,6 +64,12 @@ def model_of_json(data: bytes) -> ModelField:
     if isinstance(value, dict | list):
         return NotAString("an object" if isinstance(value, dict) else "an array")
     return NotAString(json.dumps(value) if isinstance(value, bool) else value[:_MAX_SHOWN])
+
+
+def _scanned(data: bytes) -> ModelField:
+    scan = JsonScan()
+    scan.feed(data)
+    return scan.finish()
 
 
 # What may stand next.
@@ -262,6 +270,8 @@ class JsonScan:
             if self._at_model:
                 self._found = NotAString("an object" if char == "{" else "an array")
                 self._at_model = False
+            if len(self._stack) == MAX_DEPTH:
+                self._fail(text, at, f"nested deeper than {MAX_DEPTH}")
             self._stack.append(ord(char))
             self._expect = _KEY_OR_END if char == "{" else _VALUE_OR_END
         elif char == ":" and expect == _COLON:

@@ -128,6 +128,8 @@ def _devices(engine: Engine) -> Finding:
 
 
 def _models(settings: Settings, engine: Engine) -> Finding:
+    if settings.models_dir is None and settings.models_preset is None:
+        return Finding("models", Verdict.OK, "not looked for: name them with --models-dir or --models-preset")
     sources = Sources(settings.models_dir, settings.models_preset, settings.instance_args)
     try:
         registry = load_registry(sources, engine.options)
@@ -141,15 +143,16 @@ def _models(settings: Settings, engine: Engine) -> Finding:
 
 async def _redis(settings: Settings) -> Finding:
     url = settings.redis_url
-    client = connect(url)
     try:
-        warnings = await check(client, url)
+        client = connect(url)
+        try:
+            warnings = await check(client, url)
+        finally:
+            await client.aclose()
     except StoreUnreachable as error:
         if settings.embedded_redis and not gateway_note_path(settings.run_dir).exists():
             return _embedded_redis()
         return Finding("redis", Verdict.FAIL, str(error))
-    finally:
-        await client.aclose()
     return Finding(
         "redis", Verdict.WARN if warnings else Verdict.OK, "; ".join(warnings) or f"{redact(url)} answers"
     )
@@ -157,7 +160,11 @@ async def _redis(settings: Settings) -> Finding:
 
 async def _supervisor(settings: Settings) -> list[Finding]:
     """Whether the supervisor that leads says that it serves; nothing while none was ever there."""
-    client, keys = connect(settings.redis_url), Keys(settings.redis_prefix)
+    keys = Keys(settings.redis_prefix)
+    try:
+        client = connect(settings.redis_url)
+    except StoreUnreachable:
+        return []
     try:
         leads = await client.exists(keys.leader)
         about = cast("dict[str, str]", await client.hgetall(keys.leadership))

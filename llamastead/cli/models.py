@@ -14,6 +14,7 @@ from llamastead.cli.client import Client, ClientError
 from llamastead.cli.output import duration, print_json, print_table
 
 LOOK_S = 0.2
+ALREADY_RUNS = "model is already running"  # the wire's word, llama-server's as well; nothing to do then
 SETTLE_S = 2.0  # a gateway's view may lag behind the order it passed on
 COLOURS = {"ready": "green", "failed": "red", "stop_failed": "red", "loading": "yellow", "starting": "yellow"}
 
@@ -33,7 +34,11 @@ def load(parsed: argparse.Namespace) -> int:
     """Load models, and wait until they are."""
     client = Client.of(parsed)
     for name in parsed.models:
-        client.post("/models/load", {"model": name})
+        try:
+            client.post("/models/load", {"model": name})
+        except ClientError as error:
+            if str(error) != ALREADY_RUNS:
+                raise
     if not parsed.no_wait:
         for name in parsed.models:
             print(_await_loaded(client, name))

@@ -16,14 +16,17 @@ WIDE = 10_000  # nothing is cut where nobody looks at a screen
 def console() -> Console:
     """Return the console of standard output: obeys NO_COLOR and FORCE_COLOR, gives a pipe whole lines."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
-    return Console(highlight=False, width=wide, soft_wrap=False)
+    return Console(highlight=False, markup=False, emoji=False, width=wide, soft_wrap=False)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Print rows under upper-case column names, without lines, as `ps` and `docker ps` do."""
+    """Print rows under upper-case column names, without lines, as `ps` and `docker ps` do.
+
+    On a narrow screen the last column, which has the longest texts, goes on in further lines.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name.upper(), no_wrap=True)
+        table.add_column(name.upper(), no_wrap=name != columns[-1], overflow="fold")
     for row in rows:
         table.add_row(*row)
     console().print(table)

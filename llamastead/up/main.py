@@ -79,13 +79,14 @@ class Up:
         if self.embeds_redis:
             await await_answer(self.settings)
         url = self.settings.redis_url
-        client = connect(url, socket_timeout=REDIS_PATIENCE_S, connect_timeout=REDIS_PATIENCE_S)
         try:
-            self.announcer.warn(await check(client, url))
+            client = connect(url, socket_timeout=REDIS_PATIENCE_S, connect_timeout=REDIS_PATIENCE_S)
+            try:
+                self.announcer.warn(await check(client, url))
+            finally:
+                await client.aclose()
         except StoreUnreachable as error:
             raise StartError(str(error)) from None
-        finally:
-            await client.aclose()
 
     async def _started(self) -> None:
         await self.announcer.follow(lambda: self.loop.pid_of("supervisor"))

@@ -9,13 +9,12 @@
 #                       what they publish and kill touches nothing else on the machine
 #   engine.sh run CMD   run CMD where the published ports of `isolate` are
 #   engine.sh env       print the exports that docker and docker-compose need
-#   engine.sh down      remove all containers and volumes, stop dockerd by its pid, undo the network; images stay
+#   engine.sh down      remove all containers and volumes, stop dockerd by its pid, remove the namespace; images stay
 #
 # All state lies under $ENGINE_DIR.
 set -euo pipefail
 export LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive
 dir=${ENGINE_DIR:-/var/tmp/llamastead-engine}
-pool=172.30.0.0/16
 suite=bookworm
 namespace=llamastead-engine
 export DOCKER_HOST=unix://$dir/docker.sock DOCKER_CONFIG=$dir/client DOCKER_BUILDKIT=1
@@ -46,9 +45,9 @@ install() {
   fi
 }
 
-start() { # $@: what to put before dockerd
-  printf '{"default-address-pools":[{"base":"%s","size":24}],"bip":"%s"}\n' \
-    "$pool" "${pool%.0.0/*}.255.1/24" >"$dir/daemon.json"
+start() { # CONFIG COMMAND…: start dockerd below COMMAND
+  printf '%s\n' "$1" >"$dir/daemon.json"
+  shift
   setsid nohup "$@" dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" \
     --pidfile "$dir/docker.pid" -H "$DOCKER_HOST" --group root >"$dir/dockerd.log" 2>&1 </dev/null &
   for _ in $(seq 1 120); do
@@ -59,28 +58,18 @@ start() { # $@: what to put before dockerd
   exit 1
 }
 
-guard() { # nothing sent to the pool's addresses may leave by the uplink
-  local uplink chain
-  uplink=$(ip -o route show default | awk '{print $5; exit}')
-  [ -z "$uplink" ] || for chain in OUTPUT FORWARD; do
-    iptables -w -I "$chain" -o "$uplink" -d "$pool" -j REJECT
-  done
-}
-
-up() {
+up() { # builds share the machine's network, so its own settings need no change
   install
   down # one that a killed run left may have no way out
-  [ -e "$dir/iptables.before" ] || iptables-save >"$dir/iptables.before"
-  cat /proc/sys/net/ipv4/ip_forward >"$dir/ip_forward.before"
-  start env
-  guard
+  start '{"bridge":"none","iptables":false,"ip-forward":false}' env
 }
 
 isolate() {
   down
   ip netns add "$namespace"
   ip -n "$namespace" link set lo up
-  start nsenter --net="/run/netns/$namespace"
+  start '{"default-address-pools":[{"base":"172.30.0.0/16","size":24}],"bip":"172.30.255.1/24"}' \
+    nsenter --net="/run/netns/$namespace"
 }
 
 have() { docker image inspect "$1" >/dev/null 2>&1; }
@@ -166,12 +155,6 @@ down() {
   fi
   for mount in "$dir"/exec/netns/*; do umount "$mount" 2>/dev/null || true; done
   if [ -e "/run/netns/$namespace" ]; then ip netns del "$namespace"; fi
-  if [ -e "$dir/iptables.before" ]; then
-    ip link del docker0 2>/dev/null || true
-    iptables-restore <"$dir/iptables.before"
-    rm -f "$dir/iptables.before"
-    cat "$dir/ip_forward.before" >/proc/sys/net/ipv4/ip_forward
-  fi
 }
 
 case ${1:-} in

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from llamastead.gateway.body import MEMORY_BYTES, Body, ClientGone, read_body
 from llamastead.gateway.formscan import BrokenForm, FormScan
-from llamastead.gateway.jsonscan import BrokenJson, JsonScan, ModelField, NotAString, model_of_json
+from llamastead.gateway.jsonscan import (
+    MAX_DEPTH,
+    BrokenJson,
+    JsonScan,
+    ModelField,
+    NotAString,
+    model_of_json,
+)
 from llamastead.shared.errors import ApiError
 
 Verdict = tuple[str, Any]
@@ -150,10 +157,22 @@ def test_any_bytes_get_the_full_parsers_verdict(data: bytes, cuts: list[int]) ->
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_nesting_beyond_any_recursion_is_scanned(pieces: int) -> None:
-    """A hundred thousand brackets around the model's neighbour: found, where a recursive parser gives up."""
-    data = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b',"model":"deep"}'
+    """As many brackets as may be around the model's neighbour: found, where a recursive parser gives up."""
+    depth = MAX_DEPTH - 1
+    data = b'{"a":' + b"[" * depth + b"]" * depth + b',"model":"deep"}'
     assert model_of_json(data) == "deep"
     assert scanned(pieces_of(data, [len(data) * k // pieces for k in range(pieces)])) == "deep"
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_nesting_that_would_end_an_engine_is_refused(pieces: int) -> None:
+    """One bracket more than may be: refused with its place, whole and in pieces."""
+    data = b'{"a":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b',"model":"deep"}'
+    told = f"column {5 + MAX_DEPTH}: nested deeper than {MAX_DEPTH}"
+    with pytest.raises(BrokenJson, match=told):
+        model_of_json(data)
+    with pytest.raises(BrokenJson, match=told):
+        scanned(pieces_of(data, [len(data) * k // pieces for k in range(pieces)]))
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,26 @@ def test_ps_shows_a_table(gateway: FakeGateway, capsys: pytest.CaptureFixture[st
     assert unpadded(capsys.readouterr().out) == PS
 
 
+def test_names_are_shown_as_they_are(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    """Show a model whose name looks like rich's markup and emoji."""
+    gateway.answers["GET", "/models"] = 200, {"data": [{**MODELS[0], "id": "brack[et] :smile:"}]}
+    assert main(["ps"]) == 0
+    assert "brack[et] :smile:  stopped" in capsys.readouterr().out
+
+
+def test_a_narrow_screen_cuts_nothing(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Show a long note where there is little room: it goes on in further lines, other columns are whole."""
+    long = {**MODELS[2], "status": {**MODELS[2]["status"], "reason": "out of memory " * 9}}
+    gateway.answers["GET", "/models"] = 200, {"data": [long]}
+    monkeypatch.setenv("COLUMNS", "70")
+    assert main(["ps"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("MODEL   STATE   CONTEXT  SIZE  SOURCE      NOTE")
+    assert shown.count("memory") == 9
+
+
 def test_ps_as_json_is_what_the_api_says(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     """Parse what --json prints."""
     assert main(["ps", "--json"]) == 0
@@ -170,6 +190,15 @@ def test_load_waits_until_it_is_loaded(gateway: FakeGateway, capsys: pytest.Capt
     assert main(["load", "a/b", "--api-key", "k"]) == 0
     assert re.fullmatch(r"a/b loaded after [\d.]+s\n", capsys.readouterr().out)
     assert gateway.asked[0] == ("POST", "/models/load", "Bearer k", b'{"model":"a/b"}')
+
+
+def test_load_of_what_runs_is_no_error(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    """Load a model that is loaded already: it is said to be."""
+    error = {"error": {"code": 400, "message": "model is already running"}}
+    gateway.answers["POST", "/models/load"] = 400, error
+    gateway.answers["GET", "/v1/models/gemma"] = 200, MODELS[1]
+    assert main(["load", "gemma"]) == 0
+    assert re.fullmatch(r"gemma loaded after [\d.]+s\n", capsys.readouterr().out)
 
 
 def test_load_tells_why_it_failed(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,6 +372,14 @@ def test_doctor_tells_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert list(findings) == names
     assert "llama-server" in findings["engine"]["text"]
+
+
+def test_doctor_goes_on_where_the_address_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """Give an address that is no Redis URL: one finding fails, the others are told."""
+    assert main(["doctor", "--redis-url", "http://x"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"redis +fail +http://x is no Redis address", text)
+    assert "open files" in text
 
 
 def test_doctor_fails_when_something_is_missing(capsys: pytest.CaptureFixture[str], short_tmp: Path) -> None:

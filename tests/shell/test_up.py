@@ -292,6 +292,13 @@ def test_an_unreachable_redis_is_told_without_its_password(run: Run) -> None:
     assert not run.journal.exists()
 
 
+def test_an_address_of_no_redis_is_told_in_a_line(run: Run) -> None:
+    """Give an address that is no Redis URL: it ends at once, without a traceback."""
+    assert run.start("--redis-url", "http://x").ended() == 1
+    assert run.text().splitlines()[-1].startswith("llamastead: http://x is no Redis address")
+    assert "Traceback" not in run.text()
+
+
 def test_a_run_folder_too_long_for_sockets_is_refused(run: Run) -> None:
     """Give a run folder of a hundred letters: a clear message says how long it may be."""
     assert run.start("--run-dir", f"{run.folder}/{'x' * 100}").ended() == os.EX_CONFIG
