@@ -34,7 +34,7 @@ class Effects:
     `build` makes an instance's start order (LaunchError when it can't), `answer` replies to a command, `tell`
     gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign, `on_view` is
     given what a holder says of itself when its engine was started, `memory_of` is what is shown of a model's
-    memory.
+    memory, `on_end` is called when an instance has ended and its bytes are about to be free.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Effects:
         on_view: Callable[[str, HolderView], None],
         running: dict[str, Running],
         memory_of: Callable[[str], str],
+        on_end: Callable[[], None],
         host: str,
         number: int,
     ) -> None:
@@ -60,6 +61,7 @@ class Effects:
         self._on_view = on_view
         self._running = running
         self._memory_of = memory_of
+        self._on_end = on_end
         self._host = host
         self._number = number
 
@@ -232,6 +234,7 @@ class Effects:
         )
         self._holders.forget(action.instance)
         self._running.pop(action.instance, None)
+        self._on_end()
 
     async def _put(
         self, instance: str, state: InstanceState, model: str, fields: Mapping[str, str | int]

@@ -112,6 +112,7 @@ class Reign:
             lambda instance, view: self._news.on_view(instance, view),
             self._running,
             lambda model: json.dumps(self._book.show(model)),
+            self._devices.look,
             settings.host_id,
             lead.number,
         )
