@@ -8,7 +8,7 @@ PORT ?=
 export MODELS_DIR MODELS_PRESET PORT
 
 run := .venv/bin
-code := llamastead gateway supervisor measure_worker shared tests tools bench
+code := llamastead gateway supervisor measure_worker shared tests tools bench deploy
 
 .PHONY: help up install dev test check lint test-compose lock
 

@@ -37,15 +37,15 @@ FULL = Plan(
 )
 QUICK = Plan(
     rounds=1,
-    seconds=0.5,
+    seconds=0.4,
     connections=(1, 16, 64),
     streams=(1, 8, 32),
-    tokens=50,
+    tokens=30,
     upload_mib=10,
     uploads=2,
     loads=2,
     crowd=64,
     models=1000,
-    idle_s=2.0,
+    idle_s=1.0,
     limit_s=120.0,
 )

@@ -74,8 +74,9 @@ class Results:
     remarks: list[str] = field(default_factory=list)
 
     def note(self, name: str, unit: str, subject: str, value: float, gate: Gate | None = None) -> None:
-        """Add one value of a figure."""
-        figure = self.figures.setdefault(name, Figure(name, unit, gate))
+        """Add one value of a figure; a gate once given stays."""
+        figure = self.figures.setdefault(name, Figure(name, unit))
+        figure.gate = gate or figure.gate
         figure.values.setdefault(subject, []).append(value)
 
     @property

@@ -22,7 +22,7 @@ async def measure(plan: Plan) -> Results:
     """Start everything, measure, stop everything. Raises TimeoutError after the plan's limit."""
     results = Results()
     engine = await asyncio.to_thread(find_engine, None)
-    generator = "wrk" if installed("wrk") else "bench/client.py"
+    generator = "wrk" if warm.uses_wrk(plan.seconds) else "bench/client.py"
     results.remarks += [f"engine: llama-server {engine.version}", f"load generator: {generator}"]
     with tempfile.TemporaryDirectory(prefix="lb", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         workshop = Workshop(engine.path, write_models(Path(scratch), "a", "b"), Path(scratch))

@@ -29,9 +29,14 @@ def chat(tokens: int) -> bytes:
     return post("/v1/chat/completions", document, close=True)
 
 
+def uses_wrk(seconds: float) -> bool:
+    """Tell whether wrk makes the load of so many seconds: where it is installed, it counts in whole ones."""
+    return seconds >= 1 and installed("wrk")
+
+
 async def load_tokenize(port: int, connections: int, seconds: float) -> Load:
-    """Ask `/tokenize` over and over: with wrk where that is installed."""
-    if installed("wrk"):
+    """Ask `/tokenize` over and over, on so many connections."""
+    if uses_wrk(seconds):
         return await repeat_with_wrk(port, *_TOKENIZE, connections, seconds)
     return await repeat(port, post(*_TOKENIZE), connections, seconds)
 

@@ -40,6 +40,9 @@ class EdgeProtocol(HttpToolsProtocol):
 
         super()._start_asgi_task(cycle, answering)  # type: ignore[arg-type]
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: any client may ask for an upgrade, and gets the answer it would get without."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End every request of the connection."""
         running = self._running

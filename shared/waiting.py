@@ -16,7 +16,7 @@ _TEXTS = {
     WaitReason.RELEASING: "waits until the memory of models that ended shows as free",
     WaitReason.VICTIM: "waits for {names} to stop{work}",
     WaitReason.BUSY: "waits for {names}{use}{drain}",
-    WaitReason.RESIDENCE: "waits for {names}, which stays a little after its load{until}",
+    WaitReason.RESIDENCE: "waits for {names}: loaded a moment ago, may go{until}",
     WaitReason.PINNED: "waits for room; all that could make it is pinned ({names})",
     WaitReason.STARTING_OTHERS: "waits for {names} to finish loading",
     WaitReason.BEHIND: "waits behind those before it in the queue",

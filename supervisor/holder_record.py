@@ -39,6 +39,11 @@ def instance_folders(run_dir: Path) -> list[Path]:
     return sorted(path for path in (run_dir / "i").iterdir() if not path.name.startswith(SPARE_PREFIX))
 
 
+def spare_folders(run_dir: Path) -> list[Path]:
+    """Return the folders of all spares in a run folder, sorted, the dead ones included."""
+    return sorted((run_dir / "i").glob(f"{SPARE_PREFIX}*"))
+
+
 def read_record(folder: Path) -> Record | None:
     """Return the record in an instance's folder, None when no engine was started."""
     try:

@@ -45,6 +45,7 @@ class Supervisor:
         self._epoch_file = settings.run_dir / "epoch"
         self._reign: Reign | None = None
         self._won: LeaderStore | None = None
+        self._trouble = ""
         self._holders = Holders(settings.run_dir, self._on_holder_event)
         self.stop, self.leave, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -110,15 +111,25 @@ class Supervisor:
             if await store.lead(number, round(self._settings.leader_ttl * 1000), info):
                 self._won = store
                 if write_epoch(self._epoch_file, number):
+                    self._trouble = ""
                     return Lead(number, token)
+            self._trouble = ""
         except (RedisError, OSError) as error:
-            log.warning(
-                "%s", explain(self._settings.redis_url, error) if isinstance(error, RedisError) else error
+            self._complain(
+                explain(self._settings.redis_url, error) if isinstance(error, RedisError) else str(error)
             )
         for folder in instance_folders(self._settings.run_dir):
             if not self._holders.knows(folder.name):
                 await self._holders.adopt(folder)
         return None
+
+    def _complain(self, trouble: str) -> None:
+        """Log what keeps us from standing, once for as long as it stays the same: we try several times a
+        second.
+        """
+        if trouble != self._trouble:
+            log.warning("%s", trouble)
+        self._trouble = trouble
 
     async def _resign(self) -> None:
         """Give up the lead that we won last: left to its TTL it would keep everybody waiting, us included."""

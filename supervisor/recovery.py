@@ -14,7 +14,7 @@ from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.core.events import Adopted, Event, Exited, Found
 from llamastead.supervisor.effects import STOP_WAITS_S
 from llamastead.supervisor.holder_link import HolderView
-from llamastead.supervisor.holder_record import instance_folders, remove_folder
+from llamastead.supervisor.holder_record import instance_folders, remove_folder, spare_folders
 from llamastead.supervisor.holders import Holders
 from llamastead.supervisor.news import end_recorded
 from llamastead.supervisor.running import Running
@@ -65,6 +65,9 @@ class Recovery:
                 leases = facts.claims.get(view.instance)
                 await self._adopt(view, records.get(view.instance, {}), len(leases.leases) if leases else 0)
                 adopted.add(view.instance)
+        for folder in spare_folders(self.run_dir):
+            if await self.holders.adopt(folder) is None:
+                remove_folder(folder)  # killed while it waited, so it could not do that itself
         for instance in records.keys() - adopted:
             await self._lost(instance)
         return len(adopted)

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 
 import httpx
 from redis.exceptions import RedisError
@@ -60,7 +61,7 @@ class Announcer:
         models: Mapping[str, Mapping[str, str]] = {}
         if self.engine is not None:
             models = await self._await_supervisor(supervisor_pid)
-            say(f"models     {_per_source(models)}")
+            say(f"models     {_per_source(models, self.settings.models_dir)}")
             say(f"supervisor ready after {time.monotonic() - self.began:.1f} s")
         if self.url is not None:
             place, socket_path = http_place(self.url)
@@ -107,7 +108,9 @@ class Announcer:
         return f"curl {dial}{place}/v1/completions{key} {kind} -d {shlex.quote(body)}"
 
 
-def _per_source(models: Mapping[str, Mapping[str, str]]) -> str:
+def _per_source(models: Mapping[str, Mapping[str, str]], folder: Path | None) -> str:
     counts = Counter(fields.get("source", "?") for fields in models.values())
     listed = ", ".join(f"{count} from {source}" for source, count in sorted(counts.items()))
-    return listed or "none: give --models-dir or --models-preset"
+    if listed:
+        return listed
+    return f"none in {folder}" if folder else "none: give --models-dir or --models-preset"

@@ -14,6 +14,7 @@ from redis.exceptions import (
     NoPermissionError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -148,6 +149,8 @@ def explain(url: str, error: RedisError) -> str:
         return (
             f"Redis at {where} does not answer in time: is it up, or does a firewall drop packets on the way?"
         )
+    if isinstance(error, ResponseError):  # a full disk, no such database
+        return f"Redis at {where} refuses: {error}"
     return (
         f"Redis at {where} can't be reached ({error}): start it, or give the right address with --redis-url"
     )

@@ -106,6 +106,15 @@ async def test_c177_eviction_policies_are_warned_of(redis: Redis, redis_url: str
     assert "noeviction" in warning
 
 
+async def test_a_server_that_refuses_is_not_told_to_be_away(redis: Redis, redis_url: str) -> None:
+    """Name a database that isn't there: the text has the server's words and no advice to start it."""
+    url = f"{redis_url}?db=999" if redis_url.startswith("unix") else f"{redis_url}/999"
+    client = connect(url)
+    with pytest.raises(StoreUnreachable, match=r"refuses: DB index is out of range$"):
+        await check(client, url)
+    await client.aclose()
+
+
 def test_a_rule_the_server_gives_is_passed_on() -> None:
     """Any other error is shown with the address."""
     text = explain("redis://:secret@cache/0", RedisError("LOADING"))

@@ -322,6 +322,17 @@ async def test_a_taken_port_is_one_clear_line(env: Path) -> None:
     assert f"port {port} on 127.0.0.1 is taken by pid {os.getpid()}" in lines[0]
 
 
+async def test_a_wanted_upgrade_is_left_out_without_a_word(env: Path, leader: ScriptedLeader) -> None:
+    """Ask for WebSocket and for HTTP/2: answered as if nothing had been asked, and nothing is logged."""
+    async with gateway_process(env) as gateway:
+        await gateway.ready()
+        for wanted in ("websocket", "h2c"):
+            async with gateway.client() as client:
+                headers = {"Connection": "Upgrade", "Upgrade": wanted}
+                assert (await client.get("/healthz", headers=headers)).status_code == 200
+        assert "pgrade" not in gateway.log.read_text()
+
+
 async def test_a_gateway_on_a_unix_socket(env: Path, leader: ScriptedLeader) -> None:
     """Listen on a socket file that a dead process left behind: it is replaced and answers."""
     path = env / "gw.sock"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from holder_kit import PATIENCE_S, journal, spec_for
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from tiny import tiny_model
 
 from llamastead.shared.settings import Settings
@@ -164,6 +165,21 @@ async def test_an_ordered_drain_outlives_the_reign_that_began_it(court):
     assert await court.redis.hget(court.keys.model("a"), "end_class") == "stopped"
 
 
+async def test_the_folder_of_a_dead_spare_is_removed(court, run_dir):
+    """Leave a spare's folder without a holder behind, end the reign: the next one removes it, and only it."""
+    dead = run_dir / "i" / "spare-dead"
+    dead.mkdir()
+    number = await court.number()
+    await court.redis.delete(court.keys.leader)
+    await court.reigns_after(number)
+
+    async def gone() -> bool:
+        return not dead.exists()
+
+    await court.until(gone)
+    await court.served("a")
+
+
 async def test_a_fault_over_a_holders_message_ends_the_reign_not_the_engine(court, run_dir, monkeypatch):
     """Fail once over what a holder tells: its connection is not taken for lost, its engine lives on."""
     before = await court.served("a")
@@ -230,6 +246,23 @@ async def test_a_number_that_cannot_be_written_gives_the_lead_back(court, monkey
     assert await court.reigns_after(number + 1) == number + 2
     assert hits == [number + 1]
     assert len(await court.gateway.read_instances()) == 1
+
+
+async def test_an_outage_is_told_once(court, monkeypatch, caplog):
+    """Let the next elections fail alike five times: one warning says why, then the lead is taken."""
+    number, tries, read = await court.number(), [], main.LeaderStore.read_number
+
+    async def away(store: main.LeaderStore) -> int:
+        tries.append(1)
+        if len(tries) <= 5:
+            raise RedisConnectionError("gone")
+        return await read(store)
+
+    monkeypatch.setattr(main.LeaderStore, "read_number", away)
+    await court.redis.delete(court.keys.leader)
+    assert await court.reigns_after(number) > number
+    assert len(tries) > 5
+    assert caplog.text.count("can't be reached (gone)") == 1
 
 
 async def test_usr1_gives_the_lead_back_and_keeps_the_engine(run_dir, stub, redis, redis_url, keys):

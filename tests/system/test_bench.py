@@ -60,6 +60,7 @@ async def test_one_small_run_gives_every_figure_of_router_and_llamastead() -> No
 def test_gates_compare_medians_and_say_nothing_without_values() -> None:
     """A gate over two subjects: met, not met, and undecided while one of them is missing."""
     results = Results()
+    results.note("a", "ms", "direct", 0.1)
     results.note("a", "ms", "llamastead", 1.0, at_most(0.5))
     assert results.figures["a"].holds is None
     for value in (1.0, 2.0, 99.0):
