@@ -16,6 +16,7 @@ from llamastead.shared.jobs import file_identity
 from llamastead.supervisor.configuration import Configuration
 from llamastead.supervisor.core.state import ModelSpec
 from llamastead.supervisor.devices import Devices
+from llamastead.supervisor.engine import EngineError
 from llamastead.supervisor.launch import instance_environment
 from llamastead.supervisor.registry.model import ModelEntry
 from llamastead.supervisor.registry.render import command_words
@@ -140,7 +141,10 @@ class Book:
             return False
         if known.key in self._failed and known.key not in self._forgiven:
             return False
-        return "fit" in self.configuration.engine_of(entry).options
+        try:
+            return "fit" in self.configuration.engine_of(entry).options
+        except EngineError:
+            return False
 
     def order(self, model: str) -> dict[str, Any]:
         """Return what a worker is to run for a measurement: command lines, and variables to set for them."""
@@ -245,10 +249,10 @@ class Book:
         if entry.path is None:
             return None
         try:
-            identity = file_identity(entry.files)
-        except OSError:
+            key = (file_identity(entry.files), self._preset(entry))
+        except (OSError, EngineError):
+            # Its start will say what is missing; without it there is nothing to reckon.
             return None
-        key = (identity, self._preset(entry))
         before = self._reckoned.get(entry.name)
         if before is not None and before.key == key:
             return before

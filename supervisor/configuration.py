@@ -9,7 +9,7 @@ from llamastead.shared.devices.host import read_host
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.supervisor.core.orders import preload_problem
 from llamastead.supervisor.core.state import ModelSpec
-from llamastead.supervisor.engine import Engine, find_engine
+from llamastead.supervisor.engine import Engine, EngineError, find_engine
 from llamastead.supervisor.launch import CACHE_RAM_MIB, instance_environment
 from llamastead.supervisor.publish import model_spec, registry_revision
 from llamastead.supervisor.registry.load import load_registry
@@ -56,7 +56,7 @@ class Configuration:
         """Return the MiB that a model's prompt cache may take."""
         try:
             asked = int(self.options_in_force(entry).get("cache-ram", self.cache_ram_mib))
-        except ValueError:
+        except (ValueError, EngineError):
             return self.cache_ram_mib
         return asked if asked >= 0 else ENGINE_CACHE_RAM_MIB
 
