@@ -6,13 +6,18 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from llamastead.gateway.answers import send_error
 from llamastead.gateway.body import Receive
 from llamastead.gateway.proxy import AnswerCut
 from llamastead.gateway.seams import Scope
 from llamastead.gateway.writer import AnswerWriter
+from llamastead.shared.errors import ApiError
 
 log = logging.getLogger(__name__)
 log.setLevel(logging.INFO)  # an own level spares uvicorn the trace text of every connection
+
+
+LEAVING = ApiError(503, "the gateway is shutting down", retry_after=1)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -36,7 +41,14 @@ class EdgeProtocol(HttpToolsProtocol):
         self._running = cycle
 
         async def answering(scope: Scope, receive: Receive, _: Any) -> None:
-            await app(scope, receive, AnswerWriter(cycle))
+            send = AnswerWriter(cycle)
+            try:
+                await app(scope, receive, send)
+            except asyncio.CancelledError:
+                # This gateway leaves. uvicorn would say 500, which no client tries again.
+                if not cycle.response_started:
+                    await send_error(send, LEAVING, scope.get("state", {}).get("request_id", ""))
+                raise
 
         super()._start_asgi_task(cycle, answering)  # type: ignore[arg-type]
 

@@ -184,6 +184,23 @@ async def test_c133_what_does_not_end_is_cut_at_the_deadline(
         assert await leader.leases("h-1-1") == {}
 
 
+async def test_c133_who_waits_at_the_deadline_is_told_to_come_again(
+    env: Path, leader: ScriptedLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TERM with a request in the queue whose model never loads: 503 with Retry-After, not a bare 500."""
+    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "1")
+    async with gateway_process(env) as gateway, gateway.client() as client:
+        await gateway.ready()
+        waiting = asyncio.ensure_future(client.post("/v1/completions", json={"model": "a"}))
+        await until(lambda: leader.redis.exists(leader.keys.tickets("a")), "the request to wait")
+        gateway.process.send_signal(signal.SIGTERM)
+        answer = await waiting
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == "the gateway is shutting down"
+        assert answer.headers["x-request-id"]
+        assert await gateway.process.wait() == 1
+
+
 async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -> None:
     """TERM twice with a long stop-timeout: the open answer is cut long before it."""
     instance = TalkingInstance(env / "e.sock")
