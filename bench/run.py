@@ -3,7 +3,7 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -75,11 +75,19 @@ async def _cold(plan: Plan, workshop: Workshop, routers: Sequence[Subject], resu
     for _ in range(plan.loads):
         await cold.engine_start(workshop, results)
         for subject in routers:
-            await cold.cold_start(subject, results)
+            await _tried(subject, cold.cold_start(subject, results), results)
         for subject in routers:
-            await cold.swap(subject, results)
+            await _tried(subject, cold.swap(subject, results), results)
     for subject in _rounds(plan, routers):
-        await cold.crowd(subject, plan.crowd, results)
+        await _tried(subject, cold.crowd(subject, plan.crowd, results), results)
+
+
+async def _tried(subject: Subject, measuring: Awaitable[None], results: Results) -> None:
+    """Measure; what a subject can't do is a remark and ends nothing."""
+    try:
+        await measuring
+    except (TimeoutError, RuntimeError, OSError) as problem:
+        results.remarks.append(f"{subject.name}: a load failed: {problem}")
 
 
 async def _listing(plan: Plan, workshop: Workshop, results: Results) -> None:
