@@ -12,12 +12,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 from tiny import LAYERS, tiny_model, vocabulary
 
+from llamastead.measure_worker.jobs import Desk, on_measure_model
 from llamastead.measure_worker.measuring import MeasureError, measure
 from llamastead.shared.devices.device import HOST
 from llamastead.shared.estimate import estimate, read_use
 from llamastead.shared.figures import MIB, Effective, Parts
+from llamastead.shared.secret import read_or_make_herd_secret, seal
+from llamastead.shared.store.connect import connect_sync
+from llamastead.shared.store.keys import Keys
 
 EMBEDDING, HEADS, FEED_FORWARD = 512, 8, 1024
 
@@ -198,3 +203,22 @@ def test_what_is_not_known_is_reckoned_by_size_and_says_so(tmp_path: Path, model
     tiny_model(tmp_path / "m.gguf", 2)
     exact = estimate(tmp_path / "m.gguf", read_use({"ctx-size": "256"})).parts.context
     assert exact == LAYERS * 2 * 32 * 2 * 256
+
+
+async def test_a_worker_runs_only_what_its_own_supervisor_ordered(
+    redis: Redis, redis_url: str, keys: Keys, short_tmp: Path
+) -> None:
+    """Order a command with a wrong seal: it does not run, and the outcome says why."""
+    secret = read_or_make_herd_secret(short_tmp / "secret")
+    witness = short_tmp / "ran"
+    order = json.dumps({"commands": [["/usr/bin/touch", str(witness)]], "variables": {}})
+    client = connect_sync(redis_url)
+    try:
+        desk = Desk(client, keys, short_tmp)
+        on_measure_model(desk, "m", "i", "p", order, seal(secret, order + " "))
+    finally:
+        client.close()
+    assert not witness.exists()
+    found = await redis.hgetall(keys.measurement("i", "p"))
+    assert (found["state"], found["failures"]) == ("failed", "1")
+    assert "does not come from this herd's supervisor" in found["error"]
