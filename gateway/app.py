@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from itertools import count
+from typing import Any
 
 from redis.exceptions import RedisError
 from starlette.datastructures import QueryParams
@@ -94,7 +95,7 @@ class App:
             case Serves.MODEL:
                 return 200, show_model(gateway.catalog, rest)
             case Serves.PROPS:
-                return 200, router_props(gateway.settings, gateway.catalog.herd)
+                return 200, router_props(gateway.settings, gateway.catalog.herd, await self._devices())
             case Serves.QUEUE:
                 return 200, await show_queue(gateway.store, gateway.id, gateway.admission.leases.busy())
             case Serves.LOAD:
@@ -106,6 +107,13 @@ class App:
             case Serves.DISABLED:
                 return 403, {"error": {"message": "this feature is disabled", "type": "feature_disabled"}}
         raise ApiError(404, "File Not Found")
+
+    async def _devices(self) -> dict[str, dict[str, Any]]:
+        """Return the accounts of the host's memory; none while Redis is away: the rest can be told."""
+        try:
+            return await self._gateway.store.read_devices(self._gateway.catalog.herd.get("host", ""))
+        except RedisError:
+            return {}
 
     async def _logs(self, scope: Scope, receive: Receive, send: Send, name: str, request_id: str) -> None:
         gateway, query = self._gateway, _query(scope)

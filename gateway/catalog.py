@@ -45,6 +45,7 @@ class CatalogModel:
     progress: Mapping[str, Any] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def running(self) -> bool:
@@ -87,6 +88,7 @@ def parse_model(fields: Mapping[str, str]) -> CatalogModel:
         progress=json.loads(fields.get("progress") or "{}"),
         meta=json.loads(fields.get("meta") or "{}"),
         metadata=_metadata(fields),
+        memory=json.loads(fields.get("memory") or "{}"),
     )
 
 

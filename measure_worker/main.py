@@ -52,7 +52,7 @@ def _work(settings: Settings, keys: Keys) -> int:
     rq = import_rq(keys)
     from llamastead.measure_worker.worker import MeasureWorker, TableJob
 
-    TableJob.keys = keys
+    TableJob.keys, TableJob.run_dir = keys, settings.run_dir
     worker = MeasureWorker(
         [MEASURE, DOWNLOAD],
         keys,

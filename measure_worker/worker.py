@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, cast
 
@@ -16,7 +17,7 @@ from rq.job import Job
 from rq.queue import Queue
 from rq.utils import now
 
-from llamastead.measure_worker.jobs import FUNCTIONS
+from llamastead.measure_worker.jobs import FUNCTIONS, Desk
 from llamastead.shared.clock import wall_ms
 from llamastead.shared.store.keys import Keys
 
@@ -32,14 +33,15 @@ class TableJob(Job):
     """A job that runs a function of the table or nothing: no name in Redis makes a worker import or call."""
 
     keys: ClassVar[Keys]
+    run_dir: ClassVar[Path]
 
     @property
     def func(self) -> Callable[..., None]:
-        """The function, with Redis and keys as its first arguments; UnknownJobError for any other name."""
+        """The function, with its desk as first argument; UnknownJobError for any other name."""
         function = FUNCTIONS.get(self.func_name or "")
         if function is None:
             raise UnknownJobError(f"{self.func_name!r} is none of {', '.join(FUNCTIONS)}")
-        return partial(function, self.connection, self.keys)
+        return partial(function, Desk(self.connection, self.keys, self.run_dir))
 
     def restore(self, raw_data: Any) -> None:
         """Read a job from Redis without what would make RQ import functions or call addresses."""

@@ -22,6 +22,7 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _POOLING: Mapping[int | None, str] = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _MAX_DIMENSIONS = 4
+_SHORT_ARRAY = 4096  # per-layer values are worth keeping, vocabularies are not
 
 
 class GgufError(Exception):
@@ -48,6 +49,11 @@ class GgufMetadata:
     chat_template: bool
     input_modalities: tuple[str, ...]
     output_modalities: tuple[str, ...] = ("text",)
+
+
+def read_values(path: Path) -> Mapping[str, Any]:
+    """Return the header's scalars, strings and short arrays of numbers by key. Raises GgufError."""
+    return _read_header(path).values
 
 
 def shard_files(path: Path) -> list[Path]:
@@ -102,7 +108,7 @@ def _projector_modalities(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Header:
-    """Scalar and string values by key, arrays by their length, and the number of weights."""
+    """Scalars, strings and short arrays by key, all arrays by their length, and the number of weights."""
 
     values: Mapping[str, Any]
     lengths: Mapping[str, int]
@@ -141,7 +147,9 @@ class _Reader:
             key = self._string()
             (kind,) = self._unpack("<I")
             if kind == _ARRAY:
-                lengths[key] = self._skip_array()
+                lengths[key], short = self._array()
+                if short is not None:
+                    values[key] = short
             else:
                 values[key] = self._string() if kind == _STRING else self._scalar(kind)
         return _Header(values, lengths, sum(self._tensor_size() for _ in range(n_tensors)))
@@ -166,16 +174,18 @@ class _Reader:
             raise IndexError
         return self._data[start : self._position].decode(errors="replace")
 
-    def _skip_array(self) -> int:
-        """Go past an array and return its length."""
+    def _array(self) -> tuple[int, tuple[Any, ...] | None]:
+        """Go past an array; return its length, and its values if they are few numbers."""
         kind, count = self._unpack("<IQ")
+        if kind in _SCALARS and count <= _SHORT_ARRAY:
+            return int(count), tuple(self._scalar(kind) for _ in range(count))
         if kind == _STRING:
             self._skip_strings(count)
         elif kind in _SCALARS:
             self._position += count * _SCALARS[kind].size
         else:
             raise GgufError(f"has an array of unknown type {kind}")
-        return int(count)
+        return int(count), None
 
     def _skip_strings(self, count: int) -> None:
         # Half a million strings are no rarity: nothing but the lengths is looked at.

@@ -17,8 +17,10 @@ MEASURE = "measure"
 DOWNLOAD = "download"
 
 READ_METADATA = "read_metadata"
+MEASURE_MODEL = "measure_model"
 
 METADATA_TIMEOUT_S = 60  # a header is read in milliseconds; a network disk may take its time
+MEASURE_TIMEOUT_S = 180  # two engines, each given up after 30 s without a word
 QUEUED_TTL_S = (
     300  # a job that a dying worker lost between taking and starting it may be asked for again then
 )
@@ -75,7 +77,36 @@ class Jobs:
             self._enqueue, MEASURE, READ_METADATA, f"metadata-{identity}", arguments, METADATA_TIMEOUT_S
         )
 
-    def _enqueue(self, queue: str, name: str, job_id: str, arguments: dict[str, Any], timeout_s: int) -> bool:
+    async def measure_model(self, model: str, key: tuple[str, str], order: str, sealed: str) -> bool:
+        """Ask for a model's memory to be measured at once, to be kept under `key`: file identity and preset.
+
+        `order` is JSON: `commands` (smallest context first), `variables`; `sealed` proves where it comes
+        from, since a worker runs what it names. False when the same is under way. The hash
+        `measurement:<identity>:<preset>` holds the outcome, and a command {verb: measured, identity, preset,
+        model} tells. Raises redis.exceptions.RedisError.
+        """
+        identity, preset = key
+        arguments = {"model": model, "identity": identity, "preset": preset, "order": order, "sealed": sealed}
+        return await asyncio.to_thread(
+            self._enqueue,
+            MEASURE,
+            MEASURE_MODEL,
+            f"measure-{identity}-{preset}",
+            arguments,
+            MEASURE_TIMEOUT_S,
+            at_front=True,
+        )
+
+    def _enqueue(
+        self,
+        queue: str,
+        name: str,
+        job_id: str,
+        arguments: dict[str, Any],
+        timeout_s: int,
+        *,
+        at_front: bool = False,
+    ) -> bool:
         rq = self._rq
         try:
             rq.Queue(queue, connection=self._client, serializer=rq.serializers.JSONSerializer).enqueue_call(
@@ -83,6 +114,7 @@ class Jobs:
                 kwargs=arguments,
                 job_id=job_id,
                 unique=True,
+                at_front=at_front,
                 timeout=timeout_s,
                 ttl=QUEUED_TTL_S,
                 result_ttl=0,

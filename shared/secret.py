@@ -40,6 +40,11 @@ def instance_key(herd_secret: bytes, instance: str, nonce: str) -> str:
     return hmac.new(herd_secret, f"{instance} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
+def seal(herd_secret: bytes, text: str) -> str:
+    """Return what proves, hex, that a text comes from a holder of the secret; compare with `same_key`."""
+    return hmac.new(herd_secret, f"sealed {text}".encode(), hashlib.sha256).hexdigest()
+
+
 def same_key(given: str, expected: str) -> bool:
     """Compare two keys in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())

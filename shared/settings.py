@@ -18,6 +18,8 @@ from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from llamastead.shared.margins import parse_margins
+
 ENV_PREFIX = "LLAMASTEAD_"
 SOCKET_PATH_MAX = 107  # bytes of a unix socket's path: sun_path of Linux without its closing zero
 
@@ -103,6 +105,13 @@ class Settings(BaseSettings):
     models_max: int = setting(
         4, "models loaded at the same time at most, 0 = no limit", env="LLAMA_ARG_MODELS_MAX", ge=0
     )
+    models_memory_margin: str = setting(
+        "",
+        "MiB of each GPU that stay free, others by name: 1024,gpu1=2048,host=4096 "
+        "(default: 1024 of a GPU, a tenth of the host)",
+        env="LLAMA_ARG_MODELS_MEMORY_MARGIN",
+        metavar="MIB",
+    )
     models_autoload: bool = setting(
         True, "load a model when a request names it", env="LLAMA_ARG_MODELS_AUTOLOAD"
     )
@@ -187,6 +196,12 @@ class Settings(BaseSettings):
         """Say the order: command line, LLAMASTEAD_…, LLAMA_ARG_…."""
         del dotenv_settings, file_secret_settings
         return init_settings, env_settings, LlamaServerEnv(settings_cls)
+
+    @field_validator("models_memory_margin", mode="after")
+    @classmethod
+    def _margins(cls, value: str) -> str:
+        parse_margins(value)
+        return value
 
     @field_validator("api_keys", "admin_keys", mode="before")
     @classmethod

@@ -12,6 +12,8 @@ _TEXTS = {
     WaitReason.LEAVING: "its model is still on its way out and loads again after that{work}",
     WaitReason.STOP_FAILED: "waits for {names}, which could not be stopped",
     WaitReason.BACK_OFF: "its model failed; the next try is{until}",
+    WaitReason.MEASURING: "waits until its memory is measured",
+    WaitReason.RELEASING: "waits until the memory of models that ended shows as free",
     WaitReason.VICTIM: "waits for {names} to stop{work}",
     WaitReason.BUSY: "waits for {names}{use}{drain}",
     WaitReason.RESIDENCE: "waits for {names}: loaded a moment ago, may go{until}",

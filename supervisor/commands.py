@@ -24,8 +24,8 @@ LOG_LINES_MAX = 10_000
 class Commands:
     """Reads commands while this supervisor leads, hands orders to the driver, answers what needs no decision.
 
-    `on_metadata` is told the identity of a file whose metadata a job has read; `socket_of` is where an
-    instance listens.
+    `on_metadata` is told the identity of a file whose metadata a job has read, `on_measured` file identity
+    and preset of what a job has measured; `socket_of` is where an instance listens.
     """
 
     def __init__(
@@ -33,11 +33,13 @@ class Commands:
         store: LeaderStore,
         run_dir: Path,
         on_metadata: Callable[[str], Awaitable[bool]],
+        on_measured: Callable[[str, str], None],
         socket_of: Callable[[str], Path | None],
     ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._on_metadata = on_metadata
+        self._on_measured = on_measured
         self._socket_of = socket_of
         self._asked_by: dict[str, str] = {}
 
@@ -63,6 +65,8 @@ class Commands:
         if not command.gateway:
             if command.verb == "metadata":
                 await self._on_metadata(command.fields["identity"])
+            elif command.verb == "measured":
+                self._on_measured(command.fields["identity"], command.fields["preset"])
             elif command.verb == "broken":
                 errors = command.fields["errors"]
                 reason = f"answered {errors} requests with errors and none right since its load"

@@ -5,15 +5,21 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import version
 
+from llamastead.shared.devices.host import read_host
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.supervisor.core.orders import preload_problem
 from llamastead.supervisor.core.state import ModelSpec
-from llamastead.supervisor.engine import Engine, find_engine
+from llamastead.supervisor.engine import Engine, EngineError, find_engine
+from llamastead.supervisor.launch import CACHE_RAM_MIB, instance_environment
 from llamastead.supervisor.publish import model_spec, registry_revision
 from llamastead.supervisor.registry.load import load_registry
 from llamastead.supervisor.registry.model import ModelEntry, Registry, RegistryError, Sources
 
 log = logging.getLogger(__name__)
+
+CACHE_RAM_SHARE = 32  # of the host's memory for one model's prompt cache, within the bounds
+CACHE_RAM_LEAST_MIB = 128
+ENGINE_CACHE_RAM_MIB = 8192  # what an unlimited cache is reckoned with: the engine's own default
 
 
 class Configuration:
@@ -30,8 +36,29 @@ class Configuration:
         self.engine = find_engine(settings.engine, environ)
         self._engines: dict[str, Engine] = {}
         self.registry = self._read()
+        # A prompt cache grows up to its limit: a share of what the host has, so that several have room.
+        host_mib = read_host().total >> 20
+        self.cache_ram_mib = min(CACHE_RAM_MIB, max(CACHE_RAM_LEAST_MIB, host_mib // CACHE_RAM_SHARE))
+
         if problem := preload_problem(settings.models_max, self.specs()):
             raise SettingsError(problem)
+
+    def options_in_force(self, entry: ModelEntry) -> dict[str, str]:
+        """Return an entry's engine options, those that variables set for all instances below them."""
+        table = self.engine_of(entry).options
+        variables = instance_environment(self.environ, table)
+        found = ((table.of_variable(name), value) for name, value in variables.items())
+        return {option.canonical: value for option, value in found if option is not None} | dict(
+            entry.options
+        )
+
+    def cache_ram(self, entry: ModelEntry) -> int:
+        """Return the MiB that a model's prompt cache may take."""
+        try:
+            asked = int(self.options_in_force(entry).get("cache-ram", self.cache_ram_mib))
+        except (ValueError, EngineError):
+            return self.cache_ram_mib
+        return asked if asked >= 0 else ENGINE_CACHE_RAM_MIB
 
     def _read(self) -> Registry:
         sources = Sources(

@@ -33,19 +33,22 @@ class Effects:
 
     `build` makes an instance's start order (LaunchError when it can't), `answer` replies to a command, `tell`
     gives the driver an outcome that comes later, `spawn` runs a task that ends with this reign, `on_view` is
-    given what a holder says of itself when its engine was started.
+    given what a holder says of itself when its engine was started, `memory_of` is what is shown of a model's
+    memory, `on_end` is called when an instance has ended and its bytes are about to be free.
     """
 
     def __init__(
         self,
         store: LeaderStore,
         holders: Holders,
-        build: Callable[[str, str, str], InstanceSpec],
+        build: Callable[[str, str, str, float], InstanceSpec],
         answer: Answerer,
         tell: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_view: Callable[[str, HolderView], None],
         running: dict[str, Running],
+        memory_of: Callable[[str], str],
+        on_end: Callable[[], None],
         host: str,
         number: int,
     ) -> None:
@@ -57,6 +60,8 @@ class Effects:
         self._spawn = spawn
         self._on_view = on_view
         self._running = running
+        self._memory_of = memory_of
+        self._on_end = on_end
         self._host = host
         self._number = number
 
@@ -103,11 +108,18 @@ class Effects:
                 told = {"candidates": json.dumps(candidates), "request_ids": json.dumps(requests)}
                 log.info("made room", extra={"model": model, **told})
                 await self._store.emit("decision", {"model": model, **told})
+            case actions.ShowTaken(instance, model, needs):
+                memory = {"memory": self._memory_of(model)}
+                await self._store.put_instance(instance, {"needs": json.dumps(dict(needs))}, model, memory)
+            case actions.Discrepancy(device, amount):
+                facts = {"device": device, "mib": amount >> 20}
+                log.warning("memory of ended models never showed as free; what is shown counts", extra=facts)
+                await self._store.emit("discrepancy", {"device": device, "bytes": amount})
         return []
 
     async def _start(self, action: actions.Start) -> list[Event]:
         try:
-            spec = self._build(action.instance, action.model, secrets.token_hex(16))
+            spec = self._build(action.instance, action.model, secrets.token_hex(16), action.share)
         except LaunchError as error:
             await self._put(
                 action.instance, InstanceState.STARTING, action.model, {"revision": action.revision}
@@ -222,6 +234,7 @@ class Effects:
         )
         self._holders.forget(action.instance)
         self._running.pop(action.instance, None)
+        self._on_end()
 
     async def _put(
         self, instance: str, state: InstanceState, model: str, fields: Mapping[str, str | int]

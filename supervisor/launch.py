@@ -100,11 +100,16 @@ def build_spec(
     herd_secret: bytes,
     settings: LaunchSettings,
     environ: Mapping[str, str],
+    *,
+    context: int | None = None,
+    cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> InstanceSpec:
     """Return how to start `entry` as `instance`. Nothing is touched on disk.
 
-    `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment. Raises
-    LaunchError for a model without a model, an option that this engine lacks, a socket path that is too long.
+    `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment; `context`
+    is what memory allows where the entry leaves that open; `cache_ram_mib` is for entries that say nothing.
+    Raises LaunchError for a model without a model, an option that this engine lacks, a socket path that is
+    too long.
     """
     folder = run_dir / "i" / instance
     socket = str(folder / "e.sock")
@@ -114,7 +119,10 @@ def build_spec(
         raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
     if unknown := [name for name in entry.options if name not in engine.options]:
         raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")
-    words = command_words(instance_options(entry, engine.options, socket, environ), engine.options)
+    options = instance_options(entry, engine.options, socket, environ, cache_ram_mib)
+    if context is not None:
+        options.setdefault("ctx-size", str(context))
+    words = command_words(options, engine.options)
     argv = (str(engine.path), *words)
     env = {**instance_environment(environ, engine.options), **entry.env}
     env["XDG_CONFIG_HOME"] = str(
@@ -140,11 +148,15 @@ def build_spec(
 
 
 def instance_options(
-    entry: ModelEntry, table: OptionTable, socket: str, environ: Mapping[str, str]
+    entry: ModelEntry,
+    table: OptionTable,
+    socket: str,
+    environ: Mapping[str, str],
+    cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> dict[str, str]:
     """Return the entry's options with what Llamastead forces, and what it only sets where nobody has."""
     defaults = {
-        "cache-ram": str(CACHE_RAM_MIB),
+        "cache-ram": str(cache_ram_mib),
         "sse-ping-interval": str(SSE_PING_SECONDS),
         "threads-http": str(HTTP_THREADS),
     }
@@ -177,7 +189,12 @@ def instance_environment(environ: Mapping[str, str], table: OptionTable) -> dict
     certificate, nor anything of the router or of one model.
     """
     passed = {name: value for name, value in environ.items() if _passes(name, table)}
-    return {**passed, "LLAMA_SERVER_ROUTER_PORT": "0", "GGML_NO_BACKTRACE": "1"}
+    return {
+        **passed,
+        "LLAMA_SERVER_ROUTER_PORT": "0",
+        "GGML_NO_BACKTRACE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the ledger names GPUs
+    }
 
 
 def _passes(name: str, table: OptionTable) -> bool:

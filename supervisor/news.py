@@ -33,7 +33,8 @@ KILL_GIVES_UP_AFTER_S = 30.0
 class News:
     """Takes the holders' events during one reign.
 
-    `running` are the notes kept of each instance, `tell` reaches the driver, `spawn` runs a task.
+    `running` are the notes kept of each instance, `tell` reaches the driver, `spawn` runs a task, `on_took`
+    is called when an instance that is ready has said what memory it took.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class News:
         running: Mapping[str, Running],
         tell: Callable[[events.Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        on_took: Callable[[str], None],
     ) -> None:
         self._run_dir = run_dir
         self._running = running
         self._tell = tell
         self._spawn = spawn
+        self._on_took = on_took
 
     def on_event(self, instance: str, event: HolderEvent) -> None:
         """Take one event of an instance's holder."""
@@ -56,8 +59,13 @@ class News:
             case HolderLines(lines):
                 running = self._running.get(instance)
                 model = running.model if running else ""
+                before = running.effective.figures if running else None
                 for line in lines:
                     engine_log.info(line, extra={"model": model, "instance": instance})
+                    if running:
+                        running.effective.take(line)
+                if running and not running.loading and running.effective.figures != before:
+                    self._on_took(instance)
                 if running and running.loading:
                     self._tell(events.Moved(instance))
             case HolderStop(step, processing):
@@ -99,6 +107,8 @@ class News:
                 if running:
                     running.loading = False
                     running.meta = payload or running.meta
+                    if running.effective.figures:
+                        self._on_took(instance)
                 self._tell(events.BecameReady(instance))
             case "sleeping":
                 self._tell(events.FellAsleep(instance))

@@ -49,7 +49,10 @@ def registry_revision(entries: Mapping[str, ModelEntry]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-async def publish(store: LeaderStore, registry: Registry, engine: Engine) -> None:
-    """Make this registry the herd's, in one change."""
-    models = {name: model_fields(entry, engine) for name, entry in registry.entries.items()}
+async def publish(store: LeaderStore, registry: Registry, engine: Engine, memory: Mapping[str, str]) -> None:
+    """Make this registry the herd's, in one change; `memory` is what is known of each model's, as JSON."""
+    models = {
+        name: {**model_fields(entry, engine), "memory": memory.get(name, "")}
+        for name, entry in registry.entries.items()
+    }
     await store.publish(registry_revision(registry.entries), models, registry.aliases)

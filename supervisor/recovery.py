@@ -1,5 +1,6 @@
 """The start of a reign: every instance from before is found, verified and adopted, or cleaned up."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -119,6 +120,7 @@ class Recovery:
             last_used=self.clock.monotonic(used_ms) if used_ms else None,
             ordered=record.get("drain_ordered") == "1",
             end_class=EndClass(record.get("end_class") or EndClass.STOPPED),
+            needs=json.loads(record["needs"]) if record.get("needs") else None,
         )
 
     def _state(self, view: HolderView, record: Mapping[str, str]) -> InstanceState:

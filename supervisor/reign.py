@@ -1,6 +1,7 @@
 """One leadership of this supervisor: from taking over what lives to losing the lead or being told to stop."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Coroutine
@@ -11,6 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from llamastead.shared.jobs import Jobs
+from llamastead.shared.margins import parse_margins
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.errors import NoHerd
@@ -18,11 +20,13 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.board import Board
+from llamastead.supervisor.book import Book
 from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.commands import Commands
 from llamastead.supervisor.configuration import Configuration
-from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown
+from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown, Took
 from llamastead.supervisor.core.state import Policy, initial
+from llamastead.supervisor.devices import Devices
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.effects import Effects, keep_spare
 from llamastead.supervisor.engine import EngineError
@@ -31,6 +35,7 @@ from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderEvent
 from llamastead.supervisor.holders import Holders
 from llamastead.supervisor.launch import InstanceSpec, LaunchError, build_spec
+from llamastead.supervisor.measuring import Measuring
 from llamastead.supervisor.metadata import Metadata
 from llamastead.supervisor.news import News
 from llamastead.supervisor.publish import publish
@@ -76,8 +81,27 @@ class Reign:
         keys = Keys(settings.redis_prefix)
         self._reads = GatewayStore(redis, keys)
         self._store = LeaderStore(redis, keys, lead.token)
+        self._devices = Devices(
+            parse_margins(settings.models_memory_margin),
+            configuration.environ.get("CUDA_VISIBLE_DEVICES"),
+            settings.reread,
+        )
+        self._book = Book(configuration, self._devices)
         self._metadata = Metadata(jobs, redis, keys, self._store)
-        self._commands = Commands(self._store, settings.run_dir, self._metadata.copy, self._socket_of)
+        self._measuring = Measuring(
+            jobs,
+            redis,
+            keys,
+            self._reads,
+            self._store,
+            settings,
+            self._book,
+            lambda: self._driver.state,
+            self._tell,
+        )
+        self._commands = Commands(
+            self._store, settings.run_dir, self._metadata.copy, self._measuring.on_measured, self._socket_of
+        )
         effects = Effects(
             self._store,
             holders,
@@ -87,6 +111,8 @@ class Reign:
             self._spawn,
             lambda instance, view: self._news.on_view(instance, view),
             self._running,
+            lambda model: json.dumps(self._book.show(model)),
+            self._devices.look,
             settings.host_id,
             lead.number,
         )
@@ -104,7 +130,7 @@ class Reign:
         )
         board = Board(self._store, self._running, self._clock)
         self._driver = Driver(state, self._store, effects, board, self._clock, settings.reread)
-        self._news = News(settings.run_dir, self._running, self._tell, self._spawn)
+        self._news = News(settings.run_dir, self._running, self._tell, self._spawn, self._took)
 
     def on_holder_event(self, instance: str, event: HolderEvent) -> None:
         """Take what a holder tells; what it tells before it is adopted is kept for afterwards."""
@@ -132,6 +158,8 @@ class Reign:
                 self._commands.run(self._driver),
                 self._watch_gateways(),
                 self._probe(),
+                self._watch_devices(),
+                self._measuring.run(),
                 self._watch_tickets(),
                 self._ask_holders_again(),
                 self._reload_when(reload),
@@ -144,6 +172,9 @@ class Reign:
             raise OverError
 
     async def _take_over(self) -> None:
+        self._tell(await self._devices.read({}))
+        await self._measuring.refresh()
+        self._tell(RegistryChanged(self._book.specs()))
         recovery = Recovery(
             self._settings.run_dir,
             self._settings.host_id,
@@ -161,7 +192,7 @@ class Reign:
         for instance, event in held_back or ():
             self._news.on_event(instance, event)
         forgotten = not await self._herd_exists()
-        await publish(self._store, self._configuration.registry, self._configuration.engine)
+        await self._publish()
         await self._store.open_herd(self._configuration.herd_fields())
         if adopted and forgotten:
             # Leases that an emptied Redis has forgotten come back with the gateways' next heartbeats; until
@@ -169,6 +200,10 @@ class Reign:
             await asyncio.sleep(2 * self._settings.heartbeat)
         self._tell(RecoveryDone(preload=not adopted))
         log.info("leading", extra={"number": self._lead.number, "adopted": adopted})
+
+    async def _publish(self) -> None:
+        registry, engine = self._configuration.registry, self._configuration.engine
+        await publish(self._store, registry, engine, self._book.shown_memory())
 
     async def _herd_exists(self) -> bool:
         try:
@@ -218,14 +253,36 @@ class Reign:
         running = self._running.get(instance)
         return running.socket if running else None
 
+    async def _watch_devices(self) -> None:
+        try:
+            await self._devices.run(
+                self._running, lambda: self._driver.state, self._tell, self._store, self._settings.host_id
+            )
+        finally:
+            self._devices.close()
+
+    def _took(self, instance: str) -> None:
+        """Take what a ready instance says it allocated: for its booking, and for the next start."""
+        note = self._running[instance]
+        found = note.effective.figures
+        if found is None:
+            return
+        needs, shown = self._book.amounts(note.model, found)
+        self._tell(Took(instance, needs, shown))
+        self._book.learn(note.model, found, int(note.meta.get("meta", {}).get("n_ctx", 0)))
+        self._tell(RegistryChanged(self._book.specs()))
+        self._devices.look()
+        self._spawn(self._measuring.keep(note.model))
+
     async def _reload_when(self, reload: asyncio.Event) -> None:
         """Read the registry again each time `reload` is set; a broken one changes nothing."""
         while True:
             await reload.wait()
             reload.clear()
             if self._configuration.reload():
-                await publish(self._store, self._configuration.registry, self._configuration.engine)
-                self._tell(RegistryChanged(self._configuration.specs()))
+                await self._measuring.refresh()
+                await self._publish()
+                self._tell(RegistryChanged(self._book.specs()))
                 await self._metadata.read_missing(self._configuration.registry)
 
     async def _stop_all(self) -> None:
@@ -249,7 +306,7 @@ class Reign:
             return False
         return True
 
-    def _build(self, instance: str, model: str, nonce: str) -> InstanceSpec:
+    def _build(self, instance: str, model: str, nonce: str, share: float) -> InstanceSpec:
         entry = self._configuration.registry.entries.get(model)
         if entry is None:
             raise LaunchError(f"model '{model}' is not in the registry any more")
@@ -266,6 +323,8 @@ class Reign:
             read_or_make_herd_secret(self._settings.run_dir / "secret"),
             self._settings,
             self._configuration.environ,
+            context=self._book.context(model, share),
+            cache_ram_mib=self._configuration.cache_ram_mib,
         )
 
     def _tell(self, event: Any) -> None:

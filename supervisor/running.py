@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llamastead.shared.figures import Effective
 from llamastead.supervisor.holder_link import HolderView
 from llamastead.supervisor.launch import InstanceSpec
 
@@ -14,7 +15,8 @@ class Running:
     """Facts of one instance, kept from its start or adoption until its end.
 
     `meta` is the payload of its first ready, `progress` that of its last loading line; `spawned_at` is
-    monotonic seconds, None for an adopted one; `loading` lasts until ready, and again while it wakes.
+    monotonic seconds, None for an adopted one; `loading` lasts until ready, and again while it wakes;
+    `effective` sums what it says it allocated.
     """
 
     model: str
@@ -24,6 +26,7 @@ class Running:
     loading: bool = True
     spawned_at: float | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    effective: Effective = field(default_factory=Effective)
     progress: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

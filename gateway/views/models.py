@@ -50,6 +50,8 @@ def describe(model: CatalogModel) -> dict[str, Any]:
     names = ("architecture", "n_ctx_train", "size_bytes", "shards", "mmproj")
     if metadata := {name: known[name] for name in names if name in known}:
         entry["metadata"] = metadata
+    if model.memory:
+        entry["memory"] = dict(model.memory)
     return entry
 
 

@@ -9,8 +9,12 @@ from llamastead.shared.settings import Settings
 LIMITS = ("max_wait", "min_residence", "queue_limit", "queue_limit_total", "queue_timeout", "stop_timeout")
 
 
-def router_props(settings: Settings, herd: Mapping[str, str]) -> dict[str, Any]:
-    """Return the answer; limits are those the supervisor enforces, so far as they are known here."""
+def router_props(
+    settings: Settings, herd: Mapping[str, str], devices: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the answer; limits are those the supervisor enforces, so far as they are known here; `devices`
+    are the accounts of its host's memory.
+    """
     return {
         "role": "router",
         "max_instances": int(herd.get("models_max") or settings.models_max),
@@ -26,5 +30,6 @@ def router_props(settings: Settings, herd: Mapping[str, str]) -> dict[str, Any]:
             "host": herd.get("host", ""),
             "registry_revision": herd.get("registry_revision", ""),
             **{name: json.loads(herd[name]) for name in LIMITS if herd.get(name)},
+            "devices": {name: dict(account) for name, account in devices.items()},
         },
     }

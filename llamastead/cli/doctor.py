@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import os
 import platform
 import resource
 import subprocess
@@ -16,6 +17,8 @@ from redis.exceptions import RedisError
 from rich.text import Text
 
 from llamastead.cli.output import print_json, print_table
+from llamastead.shared.devices.gpus import Gpus
+from llamastead.shared.devices.host import read_host
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.connect import check, connect, redact
 from llamastead.shared.store.errors import StoreUnreachable
@@ -70,6 +73,7 @@ def _findings(settings: Settings) -> Iterator[Finding]:
     yield Finding("llamastead", Verdict.OK, f"{version('llamastead')}, Python {platform.python_version()}")
     yield _run_folder(settings)
     yield from _engine(settings)
+    yield from _memory()
     yield asyncio.run(_redis(settings))
     yield from asyncio.run(_supervisor(settings))
     yield _open_files()
@@ -125,6 +129,21 @@ def _devices(engine: Engine) -> Finding:
     _, _, listed = asked.stdout.partition("Available devices:")
     devices = [line.strip() for line in listed.splitlines() if line.strip() and "(none)" not in line]
     return Finding("devices", Verdict.OK, "; ".join(devices) or "no GPU: models run on the processor")
+
+
+def _memory() -> Iterator[Finding]:
+    """Tell of each device that will have an account; one that can't be read well is a warning."""
+    gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found = (*gpus.read(), read_host())
+    if gpus.problem:
+        yield Finding("memory", Verdict.WARN, f"GPUs can't be read: {gpus.problem}")
+    gpus.close()
+    for device in found:
+        text = f"{device.name}: {device.total >> 20} MiB, {device.free >> 20} MiB free, {device.description}"
+        if device.problem:
+            yield Finding("memory", Verdict.WARN, f"{text}; {device.problem}")
+        else:
+            yield Finding("memory", Verdict.OK, text)
 
 
 def _models(settings: Settings, engine: Engine) -> Finding:

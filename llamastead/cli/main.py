@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from llamastead.cli import models, roles
+from llamastead.cli import memory, models, roles
 from llamastead.cli.client import ClientError, add_client_flags
 from llamastead.cli.doctor import doctor
 from llamastead.cli.drill import drill
@@ -127,6 +127,25 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
         "show who waits for which model",
         "  llamastead queue\n  llamastead queue --json",
         models.show_queue,
+    )
+    _client(made)
+    made = add(
+        "devices",
+        "show the memory of each device and who holds it",
+        "  llamastead devices\n  llamastead devices --json",
+        memory.devices,
+    )
+    _client(made)
+    made = add(
+        "measure",
+        "show what a model takes, once it is measured",
+        "  llamastead measure gemma\n  llamastead measure gemma --load",
+        memory.measure,
+    )
+    made.add_argument("model", metavar="MODEL")
+    made.add_argument("--load", action="store_true", help="load it too, for what it really takes")
+    made.add_argument(
+        "--wait", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default 60)"
     )
     _client(made)
     made = add(

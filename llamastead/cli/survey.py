@@ -39,6 +39,7 @@ async def read_herd(http: httpx.AsyncClient) -> dict[str, Any]:
     """Return the herd's engine, versions and limits in force. Raises ClientError."""
     props = checked(await http.get("/props")).json()
     own = dict(props.get("llamastead", {}))
+    own.pop("devices", None)
     return {
         "host": own.pop("host", ""),
         "version": own.pop("version", ""),

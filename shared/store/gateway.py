@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 
@@ -262,6 +262,11 @@ class GatewayStore:
     async def read_gateways(self) -> dict[str, dict[str, str]]:
         """Return every registered gateway, id → what it says of itself; two round trips."""
         return await self._hashes(self._keys.gateways, self._keys.gateway)
+
+    async def read_devices(self, host: str) -> dict[str, dict[str, Any]]:
+        """Return the devices of a host, name → its account as supervisor/core/ledger.py words it."""
+        found = cast("dict[str, str]", await self._redis.hgetall(self._keys.devices(host)))
+        return {name: json.loads(found[name]) for name in sorted(found)}
 
     async def read_workers(self) -> dict[str, dict[str, str]]:
         """Return every living worker, name → host, pid, state, job; two round trips."""

@@ -76,6 +76,15 @@ class Keys:
     def inbox(self, gateway: str) -> str:
         return f"{self.prefix}inbox:{gateway}"
 
+    def devices(self, host: str) -> str:
+        return f"{self.prefix}devices:{host}"
+
+    def held(self, host: str, device: str) -> str:
+        return f"{self.prefix}held:{host}:{device}"
+
+    def measurement(self, identity: str, preset: str) -> str:
+        return f"{self.prefix}measurement:{identity}:{preset}"
+
     def metadata(self, identity: str) -> str:
         return f"{self.prefix}metadata:{identity}"
 

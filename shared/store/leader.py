@@ -119,6 +119,20 @@ class LeaderStore:
             {"fields": _json(fields), "event": _json(event or {})},
         )
 
+    async def put_devices(
+        self, host: str, accounts: Mapping[str, Mapping[str, Any]], held: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        """Show a host's devices, each with its account, and bytes by model of each device."""
+        await self._as_leader(
+            "put_devices",
+            {"devices_key": self._keys.devices(host)},
+            {
+                "host": host,
+                "accounts": json.dumps({name: json.dumps(dict(facts)) for name, facts in accounts.items()}),
+                "held": json.dumps({name: _plain(models) for name, models in held.items()}),
+            },
+        )
+
     # --- facts
 
     async def observe(self) -> Facts:

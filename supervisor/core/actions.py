@@ -2,6 +2,7 @@
 event, unless the instance ends first; until then the core leaves that instance alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamastead.shared.errors import ApiError
@@ -12,12 +13,13 @@ from llamastead.supervisor.core.reasons import Verdict
 @dataclass(frozen=True)
 class Start:
     """Start an engine for a model, under this new instance id. Answered by Started…, BecameReady or
-    Exited.
+    Exited. `share` (0..1) is how far between its smallest and its largest context the model may go.
     """
 
     instance: str
     model: str
     revision: str
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,23 @@ class Decide:
     requests: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ShowTaken:
+    """Write down what an instance holds per device, for the next leader and for people."""
+
+    instance: str
+    model: str
+    needs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Discrepancy:
+    """Record that so many bytes of ended processes never showed as free on a device; what it shows counts."""
+
+    device: str
+    amount: int
+
+
 Action = (
     Start
     | Grant
@@ -161,4 +180,6 @@ Action = (
     | Answer
     | Ended
     | Decide
+    | ShowTaken
+    | Discrepancy
 )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llamastead.shared.words import EndClass, InstanceState
-from llamastead.supervisor.core.state import Claims, Demand, ModelSpec
+from llamastead.supervisor.core.state import Claims, Demand, Device, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,32 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class DevicesRead:
+    """All devices as read just now, and what each instance's process uses of them, so far as they tell."""
+
+    devices: Mapping[str, Device]
+    seen: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MeasuringBegan:
+    """A model's memory is being measured, which takes so many bytes per device itself."""
+
+    model: str
+    amounts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class MeasuringEnded:
+    """No measurement of this model is under way any more."""
+
+    model: str
+
+
+@dataclass(frozen=True)
 class RegistryChanged:
-    """The registry, whole. Models that are not in it drain and go; a changed revision only marks what
-    runs.
+    """The registry, whole, with what is known of each model's memory. Models that are not in it drain and
+    go; a changed revision only marks what runs.
     """
 
     models: Mapping[str, ModelSpec]
@@ -49,7 +72,7 @@ class Adopted:
     """An instance from before our time was verified and is in `state`.
 
     `ordered` says that its drain or stop was asked for by a person; `end_class` is the class its stop was
-    given.
+    given; `needs` is what it took when it became ready, None if nobody noted that.
     """
 
     instance: str
@@ -63,6 +86,7 @@ class Adopted:
     last_used: float | None = None
     ordered: bool = False
     end_class: EndClass = EndClass.STOPPED
+    needs: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,17 @@ class BecameReady:
     """The engine's state line says ready."""
 
     instance: str
+
+
+@dataclass(frozen=True)
+class Took:
+    """What an instance says it took per device at its load (or wake), and how much of that its devices show
+    as used.
+    """
+
+    instance: str
+    needs: Mapping[str, int]
+    shown: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -257,6 +292,7 @@ InstanceEvent = (
     | Loading
     | Moved
     | BecameReady
+    | Took
     | FellAsleep
     | Unresponsive
     | TurnsAway
@@ -275,6 +311,9 @@ InstanceEvent = (
 Event = (
     Tick
     | Observed
+    | DevicesRead
+    | MeasuringBegan
+    | MeasuringEnded
     | RegistryChanged
     | Found
     | Adopted

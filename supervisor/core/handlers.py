@@ -6,8 +6,8 @@ from typing import Any
 
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core import trouble
-from llamastead.supervisor.core.actions import Ended, ForceStop, Grant, TrySleep
+from llamastead.supervisor.core import ledger, trouble
+from llamastead.supervisor.core.actions import Discrepancy, Ended, ForceStop, Grant, ShowTaken, TrySleep
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, Change
 from llamastead.supervisor.core.orders import on_load_ordered, on_shut_down, on_unload_ordered
@@ -52,6 +52,24 @@ def _with_claims(instance: Instance, claims: Claims) -> Instance:
     )
 
 
+def on_devices_read(draft: Draft, event: ev.DevicesRead) -> None:
+    """Take what the devices show; what was awaited too long to show as free is put on record."""
+    read = ledger.take_reading(draft.state, event.devices, event.seen, draft.now)
+    draft.state = read.state
+    draft.do(*(Discrepancy(device, amount) for device, amount in sorted(read.missing.items())))
+
+
+def on_measuring_began(draft: Draft, event: ev.MeasuringBegan) -> None:
+    """Book what a measurement takes."""
+    draft.state = replace(draft.state, measuring={**draft.state.measuring, event.model: event.amounts})
+
+
+def on_measuring_ended(draft: Draft, event: ev.MeasuringEnded) -> None:
+    """Give back what a measurement took."""
+    rest = {model: taken for model, taken in draft.state.measuring.items() if model != event.model}
+    draft.state = replace(draft.state, measuring=rest)
+
+
 def on_registry_changed(draft: Draft, event: ev.RegistryChanged) -> None:
     """Take the new registry; what was remembered of a start that would differ now is forgotten."""
     models = dict(event.models)
@@ -60,7 +78,12 @@ def on_registry_changed(draft: Draft, event: ev.RegistryChanged) -> None:
         for name, known in draft.state.troubles.items()
         if name in models and models[name].revision == known.revision
     }
-    draft.state = replace(draft.state, models=models, troubles=troubles)
+    tried = {
+        name: revision
+        for name, revision in draft.state.tried.items()
+        if name in models and models[name].revision == revision
+    }
+    draft.state = replace(draft.state, models=models, troubles=troubles, tried=tried)
 
 
 def on_found(draft: Draft, event: ev.Found) -> None:
@@ -86,6 +109,7 @@ def on_adopted(draft: Draft, event: ev.Adopted) -> None:
         used=used,
         served=used or event.leases > 0,
         leases=event.leases,
+        needs=before.needs if event.needs is None else event.needs,
         drowsy=event.state is S.SLEEPING,
     )
     if event.ordered or event.state in {S.STOPPING, S.STOP_FAILED}:
@@ -145,6 +169,9 @@ def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None
     look.
     """
     ready = draft.change(instance, Change.READY, drowsy=False, resting=False)
+    if instance.state is not S.READY:
+        draft.state = ledger.settle(draft.state, ready, {**ready.needs, **ready.shown})
+        ready = draft.state.instances[ready.id]
     if ready.state is not S.READY or instance.state is S.READY:
         return
     if ready.ready_at is None:
@@ -153,6 +180,16 @@ def on_became_ready(draft: Draft, instance: Instance, _: ev.BecameReady) -> None
     trouble.on_ready(draft, ready.model)
     draft.drop_order(ready.model)
     _grant(draft, draft.set(ready, progress=None))
+
+
+def on_took(draft: Draft, instance: Instance, event: ev.Took) -> None:
+    """Book what it really took, more or less than was reckoned. Nobody goes for it: that is seen to when
+    somebody needs room.
+    """
+    if not instance.resting:
+        took = draft.set(instance, needs=event.needs)
+        draft.state = ledger.settle(draft.state, took, event.shown)
+        draft.do(ShowTaken(took.id, took.model, took.needs))
 
 
 def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
@@ -193,6 +230,7 @@ def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
     reason = asked.reason if asked and asked.reason else event.reason
     ended = draft.change(instance, Change.BROKE if broke else Change.ENDED, ask=None)
     draft.drop_instance(ended)
+    draft.state = ledger.release(draft.state, instance, draft.now, failed=instance.state in LOADS)
     draft.do(Ended(ended.id, ended.model, ended.state, end_class, reason, event.code, event.log))
     if leaving and leaving.for_model:
         known = trouble.trouble_of(draft.state, leaving.for_model)
@@ -259,8 +297,9 @@ def on_undrain_refused(draft: Draft, instance: Instance, _: ev.UndrainRefused) -
 
 
 def on_slept(draft: Draft, instance: Instance, _: ev.Slept) -> None:
-    """It is asleep for all, and what it held is free."""
-    _settle(draft, instance, resting=instance.state is S.SLEEPING)
+    """It is asleep for all, and what it held is free; what it keeps is seen at the next reading."""
+    resting = instance.state is S.SLEEPING
+    _settle(draft, instance, resting=resting, rests={}, shown={} if resting else instance.shown)
 
 
 def on_sleep_refused(draft: Draft, instance: Instance, event: ev.SleepRefused) -> None:
@@ -290,6 +329,7 @@ _INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
     ev.Loading: on_loading,
     ev.Moved: on_moved,
     ev.BecameReady: on_became_ready,
+    ev.Took: on_took,
     ev.FellAsleep: on_fell_asleep,
     ev.Unresponsive: on_unresponsive,
     ev.TurnsAway: on_turns_away,
@@ -308,6 +348,9 @@ _INSTANCE_HANDLERS: Mapping[type, Callable[[Draft, Instance, Any], None]] = {
 _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.Tick: on_tick,
     ev.Observed: on_observed,
+    ev.DevicesRead: on_devices_read,
+    ev.MeasuringBegan: on_measuring_began,
+    ev.MeasuringEnded: on_measuring_ended,
     ev.RegistryChanged: on_registry_changed,
     ev.Found: on_found,
     ev.Adopted: on_adopted,

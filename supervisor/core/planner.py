@@ -51,19 +51,21 @@ class Candidate:
 class Going:
     """An instance that is on its way out; its room belongs to `owner`, or to the first entry that can use it.
 
-    `sure` False: it drains for its owner, and will be ready again if the owner does without it.
+    `sure` False: it drains for its owner, and will be ready again if the owner does without it. `failed`: it
+    is what a failed load leaves behind, not one more that went to make room.
     """
 
     instance: str
     frees: Amounts
     owner: str | None
     sure: bool = True
+    failed: bool = False
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the entry at hand may plan with. `capacity` is what a device has when everything of ours is
-    gone.
+    """What the entry at hand may plan with. `capacity` is what a device has when everything of ours is gone,
+    `debt` what is held beyond what there is, before anything was promised to an entry.
     """
 
     now: float
@@ -71,6 +73,7 @@ class Snapshot:
     capacity: Amounts
     going: tuple[Going, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    debt: Amounts = field(default_factory=dict)
 
     def with_candidate(self, candidate: Candidate) -> "Snapshot":
         """Return it with an instance in place of what was known of that one."""
@@ -145,13 +148,13 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     if too_big:
         return Refuse(RefuseReason.TOO_BIG, too_big)
     short = _missing(need.amounts, snapshot.free)
-    others = any(c.spared not in _NEVER for c in snapshot.candidates) or bool(snapshot.going)
+    others = any(c.spared not in _NEVER for c in snapshot.candidates) or _makes_room(snapshot.going)
     more = need.evict_more and others
     if not short and not more:
         return Start()
     takes = _take(snapshot.going, need.model, short, more)
     short = _left(short, takes)
-    more = more and not takes
+    more = more and not _makes_room(takes)
     names = tuple(g.instance for g in takes)
     if not short and not more:
         return MakeRoom(takes=names)
@@ -160,7 +163,7 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
     never = [c for c in snapshot.candidates if c.spared in _NEVER]
     if _missing(need.amounts, _minus(snapshot.capacity, never)):
         return Hold(_fixed(never), names, reserves=False)
-    if any(snapshot.free[key] < 0 for key in short):
+    if any(snapshot.free[key] < -snapshot.debt.get(key, 0) for key in short):
         return Hold(Wait(WaitReason.BEHIND), names)
     quiet = [c for c in snapshot.candidates if _may_stop(c, need, snapshot.now)]
     chosen = _smallest(sorted(quiet, key=lambda c: c.rank), short, more)
@@ -235,11 +238,15 @@ def _take(going: Sequence[Going], model: str, short: Amounts, more: bool) -> lis
     taken = [g for g in going if g.owner == model]
     for spare in (g for g in going if g.owner is None):
         left = _left(short, taken)
-        if not left and (taken or not more):
+        if not left and (_makes_room(taken) or not more):
             break
-        if not left or any(spare.frees.get(k, 0) for k in left):
+        if (not left and not spare.failed) or any(spare.frees.get(k, 0) for k in left):
             taken.append(spare)
     return taken
+
+
+def _makes_room(going: Iterable[Going]) -> bool:
+    return any(not g.failed for g in going)
 
 
 def _smallest(ordered: Sequence[Candidate], short: Amounts, more: bool) -> tuple[Candidate, ...] | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llamastead.shared.words import InstanceState
+from llamastead.supervisor.core import ledger
 from llamastead.supervisor.core.lifecycle import LOADS, SERVES
 from llamastead.supervisor.core.planner import SLOT, Amounts, Candidate, Going, Need, Snapshot
 from llamastead.supervisor.core.reasons import Verdict
@@ -60,12 +61,17 @@ def max_wait(state: State, spec: ModelSpec) -> float:
 
 
 def need_of(state: State, entry: Entry, own: Instance | None) -> Need:
-    """Return what the planner must find for an entry; a sleeper keeps its slot and needs its bytes back."""
+    """Return what the planner must find for an entry; a sleeper keeps its slot and needs its bytes back.
+
+    An estimate never says more than all there is: whether it fits is then seen. So is what is measured to be
+    too big, once, when nothing of ours is in its way.
+    """
     spec = state.models[entry.model]
     asleep = own is not None and own.state is S.SLEEPING
+    needs = cut_to_size(state, spec.needs) if not spec.measured or may_try(state, spec) else spec.needs
     return Need(
         model=entry.model,
-        amounts=_wakes_with(own) if own and asleep else {SLOT: 1, **spec.needs},
+        amounts=_wakes_with(own) if own and asleep else {SLOT: 1, **needs},
         overdue_at=entry.overdue_at,
         max_wait=max_wait(state, spec),
         evict_more=trouble_of(state, entry.model).evict_more,
@@ -77,16 +83,17 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
     """Return what the first entry may plan with."""
     wanted = {entry.model for entry in queue}
     hungry = {model for model in wanted if _is_hungry(state.instance_of(model))}
-    capacity = dict(state.policy.capacity)
+    capacity, free = ledger.capacity(state), ledger.free(state)
     if state.policy.models_max > 0:
         capacity[SLOT] = state.policy.models_max
-    free = dict(capacity)
-    going, candidates = [], []
+        free[SLOT] = state.policy.models_max - len(state.instances)
+    candidates = []
+    going = [
+        Going(name, ended.amounts, ended.owner if ended.owner in hungry else None, failed=ended.failed)
+        for name, ended in sorted(state.releasing.items())
+    ]
     for _, instance in sorted(state.instances.items()):
         held = booked(instance)
-        for key, amount in held.items():
-            if key in free:
-                free[key] -= amount
         leaving = instance.leaving
         owner = leaving.for_model if leaving and leaving.for_model in hungry else None
         sure = instance.state is S.STOPPING or instance.ask is Ask.STOP
@@ -94,18 +101,35 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
             going.append(Going(instance.id, held, owner, sure))
         else:
             candidates.append(candidate(state, instance, wanted))
-    return Snapshot(now, free, capacity, tuple(going), tuple(candidates))
+    debt = {key: -left for key, left in free.items() if left < 0}
+    return Snapshot(now, free, capacity, tuple(going), tuple(candidates), debt)
+
+
+def cut_to_size(state: State, needs: Amounts) -> Amounts:
+    """Return what of these bytes the devices have when everything of ours is gone."""
+    limits = ledger.capacity(state)
+    return {name: min(amount, limits.get(name, amount)) for name, amount in needs.items()}
+
+
+def may_try(state: State, spec: ModelSpec) -> bool:
+    """Whether a model that is too big for its devices may be started all the same, to see: once, on empty
+    ones. The engine may find room where the figures do not.
+    """
+    if state.tried.get(spec.name) == spec.revision:
+        return False
+    limits = ledger.capacity(state)
+    short = {name for name, amount in spec.needs.items() if amount > limits.get(name, amount)}
+    return not any(ledger.booked(i).get(name) for i in state.instances.values() for name in short)
 
 
 def _wakes_with(own: Instance) -> Amounts:
-    return own.needs if own.resting else {}
+    more = {name: amount - own.rests.get(name, 0) for name, amount in own.needs.items()}
+    return {name: amount for name, amount in more.items() if amount > 0} if own.resting else {}
 
 
 def booked(instance: Instance) -> Amounts:
-    """Return what an instance holds: a slot until its process is gone, and its bytes unless it gave them
-    back.
-    """
-    return {SLOT: 1} if instance.resting else {SLOT: 1, **instance.needs}
+    """Return what an instance holds: a slot until its process is gone, and its bytes."""
+    return {SLOT: 1, **ledger.booked(instance)}
 
 
 def residence(state: State, instance: Instance) -> float:

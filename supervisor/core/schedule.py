@@ -3,11 +3,11 @@
 Nothing hangs on having seen a particular event, so a lost or late one costs time and nothing else.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState, WaitReason
-from llamastead.supervisor.core import planner, queue, trouble
+from llamastead.supervisor.core import ledger, planner, queue, trouble
 from llamastead.supervisor.core.actions import (
     AbortLoad,
     Decide,
@@ -24,7 +24,7 @@ from llamastead.supervisor.core.actions import (
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, SERVES, Change
 from llamastead.supervisor.core.reasons import RefuseReason
-from llamastead.supervisor.core.state import Ask, Instance, Leaving, Wait
+from llamastead.supervisor.core.state import Ask, Instance, Leaving, State, Wait
 
 S = InstanceState
 
@@ -163,8 +163,10 @@ def _plan(draft: Draft) -> None:
             need = queue.need_of(draft.state, entry, own)
             decided = planner.plan(left, need)
             wait = _commit(draft, need, decided, left, own, owners)
-            left = planner.reserve(left, need, decided)
             now = draft.state.instance_of(entry.model)
+            if own is None and now is not None:
+                need = replace(need, amounts=queue.booked(now))
+            left = planner.reserve(left, need, decided)
             if isinstance(decided, planner.Start) and now is not None:
                 left = left.with_candidate(queue.candidate(draft.state, now, wanted))
         if wait is not None:
@@ -173,7 +175,10 @@ def _plan(draft: Draft) -> None:
         leaving = instance.leaving
         if leaving and instance.state is not S.STOP_FAILED and leaving.for_model != owners.get(instance.id):
             draft.set(instance, leaving=replace(leaving, for_model=owners.get(instance.id)))
-    draft.state = replace(draft.state, waits=waits)
+    releasing = {
+        name: replace(ended, owner=owners.get(name)) for name, ended in draft.state.releasing.items()
+    }
+    draft.state = replace(draft.state, waits=waits, releasing=releasing)
 
 
 def _forget_retries(draft: Draft, waiting: set[str]) -> None:
@@ -191,7 +196,9 @@ def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wa
     """
     if own is None:
         until = trouble.trouble_of(draft.state, entry.model).until
-        return Wait(WaitReason.BACK_OFF, until=until) if until > draft.now else None
+        if until > draft.now:
+            return Wait(WaitReason.BACK_OFF, until=until)
+        return _waits_for_figures(draft, entry)
     if own.state is S.SLEEPING:
         reason = WaitReason.LEAVING if own.leaving else WaitReason.WAKING
         return Wait(reason, (own.id,)) if own.leaving or own.ask or own.stale else None
@@ -209,6 +216,24 @@ def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wa
     return Wait(reasons[own.state], (own.id,)) if own.state in reasons else None
 
 
+def _waits_for_figures(draft: Draft, entry: queue.Entry) -> Wait | None:
+    """Return why the entry waits for a measurement: its own model's, for a while, or one that runs on a
+    device it would start on.
+    """
+    state = draft.state
+    spec = state.models[entry.model]
+    until = entry.first + state.policy.measure_wait
+    if spec.awaited and until > draft.now:
+        return Wait(WaitReason.MEASURING, until=until)
+    beside = {
+        device
+        for amounts in state.measuring.values()
+        for device in amounts
+        if device in state.devices and state.devices[device].frees_late
+    }
+    return Wait(WaitReason.MEASURING) if beside & spec.needs.keys() else None
+
+
 def _commit(
     draft: Draft,
     need: planner.Need,
@@ -222,12 +247,12 @@ def _commit(
     """
     match decided:
         case planner.Refuse():
-            draft.fail(need.model, _too_big(need, decided))
+            draft.fail(need.model, _too_big(draft.state, need, decided))
             return None
         case planner.Start() if own is None:
-            return Wait(WaitReason.LOADING, (_start(draft, need.model).id,))
+            return Wait(WaitReason.LOADING, (_start(draft, need, seen).id,))
         case planner.Start() if own is not None and own.state is S.SLEEPING:
-            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now, resting=False)
+            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now, resting=False, shown={})
             draft.do(Wake(own.id, own.model))
             return Wait(WaitReason.WAKING, (own.id,))
         case planner.Start():
@@ -240,12 +265,19 @@ def _commit(
             _send_away(draft, need, decided, seen)
             if own and not need.may_choose:
                 return Wait(WaitReason.LEAVING, (own.id,))
-            return Wait(WaitReason.VICTIM, tuple(sorted((*decided.takes, *decided.victims))))
+            gone = not decided.victims and all(name in draft.state.releasing for name in decided.takes)
+            reason = WaitReason.RELEASING if gone else WaitReason.VICTIM
+            return Wait(reason, tuple(sorted((*decided.takes, *decided.victims))))
 
 
-def _start(draft: Draft, model: str) -> Instance:
+def _start(draft: Draft, need: planner.Need, seen: planner.Snapshot) -> Instance:
+    """Book what the model needs, and of its growth what has room now."""
+    model = need.model
     state = draft.state
     spec = state.models[model]
+    booked, share = ledger.fit(_bytes(need.amounts), spec.grows, seen.free)
+    if any(amount < spec.needs.get(device, 0) for device, amount in booked.items()):
+        state = replace(state, tried={**state.tried, model: spec.revision})
     instance = Instance(
         id=f"{state.prefix}-{state.next_number}",
         model=model,
@@ -253,11 +285,15 @@ def _start(draft: Draft, model: str) -> Instance:
         state=S.STARTING,
         started_at=draft.now,
         moved_at=draft.now,
-        needs=spec.needs,
+        needs=booked,
     )
     draft.state = replace(state.put(instance), next_number=state.next_number + 1)
-    draft.do(Start(instance.id, model, spec.revision))
+    draft.do(Start(instance.id, model, spec.revision, share))
     return instance
+
+
+def _bytes(amounts: planner.Amounts) -> dict[str, int]:
+    return {key: amount for key, amount in amounts.items() if key != planner.SLOT}
 
 
 def _send_away(draft: Draft, need: planner.Need, decided: planner.MakeRoom, seen: planner.Snapshot) -> None:
@@ -361,10 +397,22 @@ def _set_alarm(draft: Draft) -> None:
             draft.wake(wait.until)
 
 
-def _too_big(need: planner.Need, refused: planner.Refuse) -> ApiError:
-    parts = [
-        f"needs {need.amounts[key] >> 20} MiB on {key}, which is {amount >> 20} MiB more than it has"
-        for key, amount in sorted(refused.short.items())
-    ]
-    fields = {"reason": str(refused.reason), "short": dict(sorted(refused.short.items()))}
+def _too_big(state: State, need: planner.Need, refused: planner.Refuse) -> ApiError:
+    """Return the refusal with its numbers: what is needed, what there is, who holds the rest."""
+    accounts = {account.device: account for account in ledger.account(state)}
+    parts, memory = [], {}
+    for device in sorted(refused.short):
+        needs = need.amounts[device]
+        if device not in accounts:
+            parts.append(f"needs {needs} {device}s, which is {refused.short[device]} more than there are")
+            continue
+        account = accounts[device]
+        held = ", ".join(f"{name} {amount >> 20} MiB" for name, amount in sorted(account.held.items()))
+        parts.append(
+            f"needs {needs >> 20} MiB on {device}, which has {account.total >> 20} MiB: "
+            f"{account.external >> 20} MiB are used by others, {account.margin >> 20} MiB are kept free"
+            + (f", ours: {held}" if held else "")
+        )
+        memory[device] = {"needs": needs, **asdict(account)}
+    fields = {"reason": str(refused.reason), "short": dict(sorted(refused.short.items())), "memory": memory}
     return ApiError(503, f"model name={need.model} is too big: {'; '.join(parts)}", fields)

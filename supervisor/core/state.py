@@ -17,8 +17,8 @@ class Policy:
     """The limits the scheduler works under.
 
     `models_max` instances at once (0: no limit); seconds elsewhere. `priority_step` is the head start one
-    priority class is worth, which is what makes waiting outweigh priority in the end. `capacity` is what may
-    be booked per device in bytes; a device that is not named has no limit.
+    priority class is worth, which is what makes waiting outweigh priority in the end. `measure_wait` is how
+    long an entry waits for its model to be measured.
     """
 
     models_max: int = 4
@@ -27,7 +27,33 @@ class Policy:
     queue_timeout: float = 600.0
     stall_timeout: float = 120.0
     priority_step: float = 30.0
-    capacity: Mapping[str, int] = field(default_factory=dict)
+    measure_wait: float = 5.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's memory in bytes. `free` is what it showed last (None: it does not tell), `margin` what stays
+    free, `external` what others use; `frees_late`: bytes of an ended process show as free only after a while.
+    """
+
+    total: int
+    free: int | None = None
+    margin: int = 0
+    external: int = 0
+    frees_late: bool = False
+
+
+@dataclass(frozen=True)
+class Releasing:
+    """Bytes of an ended instance that do not show as free yet: for `owner`, awaited `until` then; `failed`:
+    it ended while it loaded, and nobody sent it away.
+    """
+
+    model: str
+    amounts: Mapping[str, int]
+    until: float
+    owner: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,10 @@ class ModelSpec:
     """What the scheduler must know of a registry entry.
 
     `revision` changes when a started instance would differ; `unload_after` is idle seconds until the process
-    ends (None: never); `max_wait` None means the herd's; `needs` is bytes per device that a start books.
+    ends (None: never); `max_wait` None means the herd's.
+
+    `needs` is bytes per device at the smallest context that will do, `grows` how much more the largest takes;
+    `measured` says that these are no estimate, `awaited` that a measurement of them is under way or to come.
     """
 
     name: str
@@ -46,6 +75,9 @@ class ModelSpec:
     priority: int = 0
     max_wait: float | None = None
     needs: Mapping[str, int] = field(default_factory=dict)
+    grows: Mapping[str, int] = field(default_factory=dict)
+    measured: bool = False
+    awaited: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,8 +139,10 @@ class Instance:
     `moved_at` is the last sign of progress while it loads; `load_time` is measured at the first ready;
     `last_used` is set when the load succeeds and by inference only; `served` says that a ticket or lease
     was ever held on it; `drowsy` that its engine said it sleeps, and nothing since; `resting` that it sleeps
-    for all and has given its bytes back; `stale` that the last refusal said nothing that helps, so no script
-    is tried before facts are read again.
+    for all and has given its bytes back but for `rests`; `stale` that the last refusal said nothing that
+    helps, so no script is tried before facts are read again.
+
+    `needs` is what is booked for it awake, `shown` how much of that its devices show as used.
     """
 
     id: str
@@ -130,6 +164,8 @@ class Instance:
     stale: bool = False
     drowsy: bool = False
     resting: bool = False
+    rests: Mapping[str, int] = field(default_factory=dict)
+    shown: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +203,9 @@ class State:
     back-offs.
 
     `orders` holds the arrival of loads that a person or the start-up asked for and that are not ready yet;
-    `waits` the reason each unserved entry waits, computed by the last step.
+    `waits` the reason each unserved entry waits, computed by the last step. `devices` are as read last,
+    `releasing` what ended instances are about to free, `measuring` what is booked for a model's measurement,
+    `tried` the revision of each model that was started although it is measured to be too big.
     """
 
     policy: Policy
@@ -182,6 +220,10 @@ class State:
     orders: Mapping[str, float] = field(default_factory=dict)
     troubles: Mapping[str, Trouble] = field(default_factory=dict)
     waits: Mapping[str, Wait] = field(default_factory=dict)
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    releasing: Mapping[str, Releasing] = field(default_factory=dict)
+    measuring: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tried: Mapping[str, str] = field(default_factory=dict)
 
     def instance_of(self, model: str) -> Instance | None:
         """Return the instance of a model, the one that serves best if an adoption brought two, or None."""

@@ -7,7 +7,16 @@ from typing import Any
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.explain import explain, unexplained
-from llamastead.supervisor.core.state import Claims, Demand, Instance, ModelSpec, Policy, State, initial
+from llamastead.supervisor.core.state import (
+    Claims,
+    Demand,
+    Device,
+    Instance,
+    ModelSpec,
+    Policy,
+    State,
+    initial,
+)
 from llamastead.supervisor.core.step import Step, step
 
 
@@ -22,10 +31,12 @@ class Herd:
     def __init__(self, *models: ModelSpec | str, recover: bool = True, **policy: Any) -> None:
         specs = [spec(m) if isinstance(m, str) else m for m in models]
         self.t = 0.0
+        capacity: Mapping[str, int] = policy.pop("capacity", {})
         self.state: State = initial(Policy(**policy), "h-1", {s.name: s for s in specs}, seed="s")
         self.waiting: dict[str, Demand] = {}
         self.claims: dict[str, Claims] = {}
         self.last = Step(self.state, (), None)
+        self.read(**{name: Device(total) for name, total in capacity.items()})
         if recover:
             self.do(ev.RecoveryDone())
 
@@ -36,6 +47,12 @@ class Herd:
         self.state = self.last.state
         assert not unexplained(self.state)
         return self.last.actions
+
+    def read(
+        self, seen: Mapping[str, Mapping[str, int]] | None = None, **devices: Device
+    ) -> tuple[act.Action, ...]:
+        """Let devices be read, those that are not named as before, and say what processes use."""
+        return self.do(ev.DevicesRead({**self.state.devices, **devices}, seen or {}))
 
     def tick(self, at: float) -> tuple[act.Action, ...]:
         """Let time pass."""

@@ -14,9 +14,10 @@ from typing import Any
 from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
+from llamastead.supervisor.core import ledger
 from llamastead.supervisor.core.explain import explain, unexplained
-from llamastead.supervisor.core.queue import booked, entries
-from llamastead.supervisor.core.state import Ask, Claims, Demand, ModelSpec, Policy, State, initial
+from llamastead.supervisor.core.queue import entries
+from llamastead.supervisor.core.state import Ask, Claims, Demand, Device, ModelSpec, Policy, State, initial
 from llamastead.supervisor.core.step import Step, step
 
 S = InstanceState
@@ -43,6 +44,7 @@ class World:
 
     specs: Mapping[str, ModelSpec]
     policy: Policy
+    capacity: Mapping[str, int] = field(default_factory=dict)
     shuffle: Callable[[list[Any]], list[Any]] = list
     now: float = 1000.0
     state: State = field(init=False)
@@ -57,11 +59,15 @@ class World:
     sneak_next: bool = False
     patient: bool = False
     forced: set[str] = field(default_factory=set)
+    foreign: dict[str, int] = field(default_factory=dict)
+    lag: float = 0.0
+    freed: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     commands: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.registry = dict(self.specs)
         self.state = initial(self.policy, "h-1", self.registry, seed="w")
+        self.read_devices()
 
     # What the driver does
 
@@ -103,6 +109,24 @@ class World:
         }
         claims = {name: Claims(s.leases, s.last_used) for name, s in self.instances.items()}
         self.deliver(ev.Observed(demands, claims))
+
+    def read_devices(self) -> None:
+        """Read the devices, which show the bytes of ended processes as used for a while, and deliver that."""
+        self.freed = [(due, amounts) for due, amounts in self.freed if due > self.now]
+        seen = {name: self._uses(name) for name, s in self.instances.items() if s.engine != "dead"}
+        devices = {}
+        for device, total in self.capacity.items():
+            parts = [*seen.values(), *(amounts for _, amounts in self.freed), self.foreign]
+            used = sum(amounts.get(device, 0) for amounts in parts)
+            devices[device] = Device(total, max(0, total - used), frees_late=True)
+        known = {name: amounts for name, amounts in seen.items() if name in self.state.instances}
+        self.deliver(ev.DevicesRead(devices, known))
+
+    def _uses(self, name: str) -> Mapping[str, int]:
+        """Return what an engine's process holds: all it needs once it is ready, half of it before."""
+        own = self.state.instances.get(name)
+        part = {"starting": 0, "loading": 1, "asleep": 0}.get(self.instances[name].engine, 2)
+        return {device: amount * part // 2 for device, amount in own.needs.items()} if own else {}
 
     def advance(self, seconds: float) -> None:
         """Let time pass, waking the core whenever it asked for that; a jump wakes it late instead."""
@@ -192,6 +216,7 @@ class World:
         return next((s for s in self.instances.values() if s.model == model), None)
 
     def _ends(self, name: str, end_class: EndClass, *, doomed: bool = False) -> None:
+        self.freed.append((self.now + self.lag, self._uses(name)))
         self.instances[name].engine = "dead"
         self.instances[name].leases = 0
         self.inbox.append(ev.Exited(name, end_class, "simulated", 1, doomed))
@@ -267,7 +292,7 @@ class World:
             case act.Answer():
                 assert action.command in self.commands, "a command was answered twice"
                 self.commands.remove(action.command)
-            case act.Decide():
+            case act.Decide() | act.Discrepancy() | act.ShowTaken():
                 pass
 
     def _book(self, own: Shared) -> int:
@@ -296,11 +321,27 @@ class World:
         assert limit == 0 or len(state.instances) <= limit
         models = [i.model for i in state.instances.values()]
         assert len(models) == len(set(models)), "two instances of one model"
-        for device, capacity in self.policy.capacity.items():
-            assert sum(booked(i).get(device, 0) for i in state.instances.values()) <= capacity
+        self._check_ledger(state)
         for action in done.actions:
             self._check_action(before, state, action, event)
         self._check_victims(state)
+
+    def _check_ledger(self, state: State) -> None:
+        """Every byte has one name, none is below 0, and nothing of ours is beyond what a device has."""
+        for account in ledger.account(state):
+            parts = (account.held, account.releasing, account.measuring)
+            named = account.margin + account.external + sum(n for p in parts for n in p.values())
+            assert named + account.free - account.debt == account.total
+            assert all(n > 0 for p in parts for n in p.values())
+            assert min(account.free, account.debt) == 0 <= account.external <= account.total
+            if not self.foreign:
+                alive = [i for n, i in state.instances.items() if self._is_alive(n)]
+                ours = sum(ledger.booked(i).get(account.device, 0) for i in alive)
+                ours += sum(amounts.get(account.device, 0) for due, amounts in self.freed if due > self.now)
+                assert ours <= account.total, "more was promised than there is"
+
+    def _is_alive(self, name: str) -> bool:
+        return name not in self.instances or self.instances[name].engine != "dead"
 
     def _check_victims(self, state: State) -> None:
         """A drain has an entry that waits for it, and where only slots are short no entry has two victims."""
@@ -310,7 +351,7 @@ class World:
         for own in state.instances.values():
             needed = own.leaving is not None and (own.leaving.ordered or own.leaving.for_model)
             assert own.state is not S.DRAINING or needed or own.ask or own.stale, "it drains for nobody"
-        if not self.policy.capacity:
+        if not self.capacity:
             assert len(owners) == len(set(owners)), "one entry has more victims than it needs"
 
     def _check_action(self, before: State, after: State, action: act.Action, event: ev.Event) -> None:
@@ -364,7 +405,10 @@ class World:
         assert self.now >= own.ready_at + stays, "sent away before its minimum residence"
 
     def _shuffled(self, state: State) -> State:
-        names = ("models", "instances", "demands", "orders", "troubles", "waits")
+        names = (
+            *("models", "instances", "demands", "orders", "troubles", "waits"),
+            *("devices", "releasing", "measuring", "tried"),
+        )
         return replace(
             state, **{name: dict(self.shuffle(list(getattr(state, name).items()))) for name in names}
         )
@@ -397,6 +441,7 @@ class World:
                 self.engine_goes_on(name)
                 while own.leases and own.engine == "ready":
                     self.finish(name)
+            self.read_devices()
             self.see()
             if not self.inbox:
                 self.advance(1.0 if self.wake_at is None else min(max(self.wake_at - self.now, 0.1), 5.0))
@@ -417,4 +462,5 @@ def _essence(state: State) -> State:
         name: replace(i, leaving=replace(i.leaving, for_model=None)) if i.leaving else i
         for name, i in state.instances.items()
     }
-    return replace(state, waits={}, instances=instances)
+    releasing = {name: replace(ended, owner=None) for name, ended in state.releasing.items()}
+    return replace(state, waits={}, instances=instances, releasing=releasing)

@@ -32,21 +32,27 @@ def shuffler(seed: int) -> Callable[[list[Any]], list[Any]]:
 
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
-    devices = draw(st.dictionaries(st.sampled_from(["gpu0", "gpu1", "host"]), st.integers(4, 24), max_size=3))
     return Policy(
         models_max=draw(st.sampled_from([1, 2, 2, 3, 4, 0])),
         max_wait=draw(st.sampled_from([5.0, 30.0])),
         min_residence=draw(st.sampled_from([0.0, 2.0, 20.0])),
         queue_timeout=600.0,
         stall_timeout=draw(st.sampled_from([20.0, 120.0])),
-        capacity=devices,
     )
+
+
+DEVICES = ["gpu0", "gpu1", "host"]
+UNIT = 256 << 20  # large beside what a device's figures may be off by
+
+
+def amounts_up_to(most: int, least: int = 0) -> st.SearchStrategy[dict[str, int]]:
+    sizes = st.integers(least, most).map(lambda units: units * UNIT)
+    return st.dictionaries(st.sampled_from(DEVICES), sizes, max_size=3)
 
 
 @st.composite
 def registries(draw: st.DrawFn, names: str = FEW_MODELS) -> dict[str, Any]:
     some = draw(st.lists(st.sampled_from(names), min_size=2, unique=True))
-    amounts = st.dictionaries(st.sampled_from(["gpu0", "gpu1", "host"]), st.integers(0, 8), max_size=3)
     return {
         name: spec(
             name,
@@ -55,7 +61,9 @@ def registries(draw: st.DrawFn, names: str = FEW_MODELS) -> dict[str, Any]:
             unload_after=draw(st.sampled_from([None, None, 3.0, 40.0])),
             priority=draw(st.sampled_from([0, 0, 0, 1, -1])),
             max_wait=draw(st.sampled_from([None, None, 2.0])),
-            needs=draw(amounts),
+            needs=draw(amounts_up_to(8)),
+            grows=draw(st.one_of(st.just({}), amounts_up_to(8))),
+            measured=draw(st.booleans()),
         )
         for name in some
     }
@@ -68,11 +76,26 @@ class Scheduling(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(policy=policies(), specs=registries(), seed=st.integers(0, 2**16), recovered=st.booleans())
-    def begin(self, policy: Policy, specs: dict[str, Any], seed: int, recovered: bool) -> None:
+    @initialize(
+        policy=policies(),
+        specs=registries(),
+        capacity=amounts_up_to(24, least=4),
+        lag=st.sampled_from([0.0, 0.0, 1.0, 8.0, 40.0]),
+        seed=st.integers(0, 2**16),
+        recovered=st.booleans(),
+    )
+    def begin(
+        self,
+        policy: Policy,
+        specs: dict[str, Any],
+        capacity: dict[str, int],
+        lag: float,
+        seed: int,
+        recovered: bool,
+    ) -> None:
         self.models = sorted(specs)
         self.lazy = False
-        self.world = World(specs, policy, shuffle=shuffler(seed))
+        self.world = World(specs, policy, capacity, shuffle=shuffler(seed), lag=lag)
         if recovered:
             self.world.deliver(ev.RecoveryDone())
 
@@ -133,6 +156,17 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def see(self) -> None:
         self.world.see()
+
+    @rule()
+    def devices_are_read(self) -> None:
+        self.world.read_devices()
+        self.news()
+
+    @rule(used=amounts_up_to(20))
+    def others_use_devices(self, used: dict[str, int]) -> None:
+        self.world.foreign = used
+        self.world.read_devices()
+        self.news()
 
     @rule()
     def be_lazy_or_not(self) -> None:

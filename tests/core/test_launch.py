@@ -131,6 +131,7 @@ def test_c96_router_variables_never_reach_the_instance():
     assert built.env == PASSED | {
         "LLAMA_SERVER_ROUTER_PORT": "0",
         "GGML_NO_BACKTRACE": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "XDG_CONFIG_HOME": "/run/ls/i/box-1-1/config",
         "LLAMA_API_KEY": instance_key(SECRET, "box-1-1", "n" * 32),
     }
@@ -148,6 +149,7 @@ def test_c97_a_port_variable_does_not_move_an_instance():
 def test_c96_no_combination_of_router_variables_passes(environ):
     """Draw router variables with any values; none passes."""
     switches = {"LLAMA_SERVER_ROUTER_PORT": "0", "GGML_NO_BACKTRACE": "1"}
+    switches["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     assert instance_environment(environ, TABLE) == switches
 
 

@@ -28,6 +28,7 @@ CHANGES: dict[str, Callable[[LeaderStore], Awaitable[object]]] = {
     "open_herd": lambda store: store.open_herd({"x": 1}),
     "publish": lambda store: store.publish("r9", {}, {}),
     "put_model": lambda store: store.put_model("a", {"x": 1}),
+    "put_devices": lambda store: store.put_devices("h", {"gpu0": {"total": 1}}, {"gpu0": {"a": 1}}),
     "observe": lambda store: store.observe(),
     "put_instance": lambda store: store.put_instance("i9", {"state": "starting"}, "a", {}),
     "ready": lambda store: store.ready("i1", "a", {}),

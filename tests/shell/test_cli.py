@@ -367,6 +367,7 @@ def test_doctor_tells_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
         "engine runs",
         "devices",
         "models",
+        "memory",
         "redis",
         "open files",
     ]

@@ -45,7 +45,14 @@ class Desk:
         self.gateway = GatewayStore(redis, keys)
         self.leader = LeaderStore(redis, keys, "token")
         self.read: list[str] = []
-        self.commands = Commands(self.leader, run_dir, self._on_metadata, run_dir.joinpath)
+        self.measured: list[tuple[str, str]] = []
+        self.commands = Commands(
+            self.leader,
+            run_dir,
+            self._on_metadata,
+            lambda identity, preset: self.measured.append((identity, preset)),
+            run_dir.joinpath,
+        )
         self.driver = Ordered()
 
     async def _on_metadata(self, identity: str) -> bool:

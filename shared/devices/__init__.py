@@ -1,0 +1,1 @@
+"""What memory this machine has and how much of it is free: NVIDIA GPUs and the host itself."""
