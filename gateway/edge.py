@@ -18,6 +18,7 @@ log.setLevel(logging.INFO)  # an own level spares uvicorn the trace text of ever
 
 
 LEAVING = ApiError(503, "the gateway is shutting down", retry_after=1)
+FULL = ApiError(503, "too many clients at once for this gateway", retry_after=1)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -30,18 +31,32 @@ log.addFilter(_is_news)
 
 
 class EdgeProtocol(HttpToolsProtocol):
-    """One client connection. Tells the running request, not only the last pipelined one, when it is lost."""
+    """One client connection. Tells the running request, not only the last pipelined one, when it is lost.
+
+    A connection beyond `limit_concurrency` is refused; uvicorn would refuse everybody while there are more.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = log
         self._running: RequestResponseCycle | None = None
+        self._most_clients, self.limit_concurrency = self.limit_concurrency, None
+        self._in_excess = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection."""
+        super().connection_made(transport)
+        self._in_excess = self._most_clients is not None and len(self.connections) > self._most_clients
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
 
         async def answering(scope: Scope, receive: Receive, _: Any) -> None:
             send = AnswerWriter(cycle)
+            if self._in_excess:
+                cycle.keep_alive = False
+                await send_error(send, FULL, "")
+                return
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
