@@ -10,11 +10,11 @@ export MODELS_DIR MODELS_PRESET PORT
 run := .venv/bin
 code := llamastead gateway supervisor measure_worker shared tests tools bench deploy
 
-.PHONY: help up install dev test check lint test-compose lock
+.PHONY: help up install dev test check soak-core lint test-compose lock
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
-	@echo "targets: up test check lint test-compose lock"
+	@echo "targets: up test check lint soak-core test-compose lock bench bench-quick bench-policy"
 
 up:
 	@exec $(PYTHON) tools/bootstrap.py up $(ARGS)
@@ -24,7 +24,7 @@ install dev:
 
 # Everything but containers. What this machine lacks for a test (root, a program) is said where it is skipped.
 test: dev
-	$(run)/pytest --ignore tests/compose
+	CORE_EXAMPLES=2000 $(run)/pytest --ignore tests/compose
 
 # What to run before each commit.
 check: lint
@@ -34,6 +34,11 @@ lint: dev
 	$(run)/ruff format --check -q $(code)
 	$(run)/ruff check -q $(code)
 	$(run)/mypy
+
+# The scheduler's invariants over many more random histories: make soak-core EXAMPLES=20000
+EXAMPLES ?= 20000
+soak-core: dev
+	CORE_EXAMPLES=$(EXAMPLES) $(run)/pytest -q --timeout 0 tests/core/test_core_properties.py
 
 # Builds the images and runs the stack of docker-compose.yml; brings a Docker of its own where there is none.
 test-compose: dev

@@ -1,6 +1,6 @@
 """The invariants of scheduling, over random histories of a simulated world (see core_world).
 
-CORE_EXAMPLES sets how many histories are tried, for a longer run.
+CORE_EXAMPLES sets how many are tried: `make test` tries 2 000, `make soak-core` as many as you like.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from core_herd import spec
 from core_world import World
 from hypothesis import HealthCheck, settings
@@ -248,7 +249,9 @@ class Scheduling(RuleBasedStateMachine):
             self.world.calm_down()
 
 
-TestScheduling = Scheduling.TestCase
+LONG = pytest.mark.timeout(0)  # as long as so many histories take
+
+TestScheduling = LONG(Scheduling.TestCase)
 TestScheduling.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=60,
@@ -258,6 +261,7 @@ TestScheduling.settings = settings(
 )
 
 
+@LONG
 def test_three_hundred_models_take_turns_within_their_bounds() -> None:
     """Random histories of 300 models in 40 slots: every invariant holds at every step and every ticket
     ends.
