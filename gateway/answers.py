@@ -31,9 +31,9 @@ async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     await send_json(send, error.status, error.body(), request_id, error.retry_after)
 
 
-async def send_text(send: Send, text: str, request_id: str) -> None:
+async def send_text(send: Send, text: str, request_id: str, media_type: str = "text/plain") -> None:
     """Send a whole answer of plain text."""
-    await Response(text, 200, {"x-request-id": request_id}, "text/plain")(_HTTP, _unread, send)
+    await Response(text, 200, {"x-request-id": request_id}, media_type)(_HTTP, _unread, send)
 
 
 async def _unread() -> Any:

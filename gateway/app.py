@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from itertools import count
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from redis.exceptions import RedisError
 from starlette.datastructures import QueryParams
 from starlette.types import Receive, Scope, Send
@@ -14,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 from llamastead.gateway.answers import read_body, send_error, send_json, send_stream, send_text
 from llamastead.gateway.auth import Keys
 from llamastead.gateway.cors import allow_origin, preflight
-from llamastead.gateway.routes import OPEN_PATHS, Access, Route, Router, Serves
+from llamastead.gateway.routes import OPEN_PATHS, WITH_MODEL_PROXIED, Access, Route, Router, Serves
 from llamastead.gateway.runtime import Gateway
 from llamastead.gateway.views.health import ALIVE, readiness
 from llamastead.gateway.views.logs import follow, read_tail, wanted_lines
+from llamastead.gateway.views.metrics import herd_page, process_page
 from llamastead.gateway.views.models import list_models, show_model
 from llamastead.gateway.views.orders import load_model, unload_model
 from llamastead.gateway.views.props import router_props
@@ -72,11 +74,18 @@ class App:
         route, rest = found
         self._keys.check(route.access, scope["headers"])
         scope["state"] = {"request_id": request_id, "route": route}
-        if route.serves is Serves.PROXY or (route.serves is Serves.PROPS and _query(scope).get("model")):
+        if route.serves is Serves.PROXY or (
+            route.serves in WITH_MODEL_PROXIED and _query(scope).get("model")
+        ):
             await self._proxy(scope, receive, send)
         elif route.serves is Serves.EVENTS:
             stream = self._gateway.events.stream()
             await send_stream(receive, send, stream, "text/event-stream", request_id)
+        elif route.serves is Serves.METRICS:
+            page = await herd_page(self._gateway.store)
+            await send_text(send, page, request_id, CONTENT_TYPE_PLAIN_0_0_4)
+        elif route.serves is Serves.PROCESS:
+            await send_text(send, process_page(self._gateway), request_id, CONTENT_TYPE_PLAIN_0_0_4)
         elif route.serves is Serves.LOGS:
             await self._logs(scope, receive, send, rest, request_id)
         else:

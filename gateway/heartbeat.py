@@ -21,10 +21,14 @@ class Heartbeat:
     def __init__(
         self, store: GatewayStore, gateway: str, about: Mapping[str, str], interval_s: float, redis_url: str
     ) -> None:
-        """`about` is shown to operators: pid, host, address; `redis_url` is named when away."""
+        """`about` is shown to operators: pid, host, address; `redis_url` is named when away.
+
+        `trouble` is what the herd lacks, as of the last heartbeat; empty for nothing.
+        """
         self.reached_redis = False
         self.failing = True
         self.herd_open = False
+        self.trouble = ""
         self._store = store
         self._gateway = gateway
         self._about = about
@@ -60,6 +64,7 @@ class Heartbeat:
         while True:
             try:
                 await self.beat(admission)
+                self.trouble = (await self._store.read_leadership()).trouble
             except (RedisError, StoreError, OSError) as problem:
                 if not self.failing or not self.reached_redis:
                     log.warning("Redis is away, new requests wait: %s", self._explain(problem))

@@ -29,6 +29,8 @@ class Serves(StrEnum):
     EVENTS = "events"
     PROPS = "props"
     QUEUE = "queue"
+    METRICS = "metrics"
+    PROCESS = "process"
     LOGS = "logs"
     DISABLED = "disabled"
 
@@ -80,9 +82,11 @@ ROUTES: tuple[Route, ...] = (
     _view("POST", "/models/load", Serves.LOAD, Access.ADMIN),
     _view("POST", "/models/unload", Serves.UNLOAD, Access.ADMIN),
     _view("GET", "/queue", Serves.QUEUE),
+    _view("GET", "/metrics/gateway", Serves.PROCESS),
     _view("GET", "/logs/*", Serves.LOGS, Access.ADMIN),
     # Answered by the gateway, or by the instance with `?model=`.
     Route("GET", "/props", Serves.PROPS, Access.INFERENCE, False, False, UseKind.PEEK),
+    Route("GET", "/metrics", Serves.METRICS, Access.INFERENCE, False, False, UseKind.PEEK),
     # Features of llama-server that stay off behind a router.
     _view("GET", "/tools", Serves.DISABLED),
     _view("POST", "/tools", Serves.DISABLED),
@@ -118,10 +122,12 @@ ROUTES: tuple[Route, ...] = (
     _control("/props"),
     _control("/lora-adapters"),
     _control("/slots/*"),
-    _read("/metrics", UseKind.PEEK),
     _read("/slots"),
     _read("/lora-adapters"),
 )
+
+# Answered by the instance when a model is named.
+WITH_MODEL_PROXIED = frozenset({Serves.PROPS, Serves.METRICS})
 
 # Open like llama-server's page and its assets, whether or not something is served there.
 OPEN_PATHS = frozenset({"/", "/index.html", "/favicon.ico", "/favicon.svg"})

@@ -11,13 +11,15 @@ def readiness(gateway: Gateway) -> tuple[int, dict[str, Any]]:
     """Return status and body of /readyz.
 
     503 only for this gateway's own reasons: it is leaving, or never reached Redis. Trouble of the herd stands
-    in the body, or one outage of Redis would take every gateway out of its balancer at once.
+    in the body, or one outage of Redis would take every gateway out of its balancer at once. `trouble` says
+    that no supervisor leads or that it is not ready, as of the last heartbeat: no answer waits for Redis.
     """
     heartbeat = gateway.heartbeat
     body = {
         "gateway": gateway.id,
         "redis": not heartbeat.failing,
         "herd": heartbeat.herd_open,
+        "trouble": heartbeat.trouble,
         "in_flight": gateway.admission.leases.in_flight(),
         "waiting": gateway.admission.waiting(),
     }

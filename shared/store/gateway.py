@@ -14,6 +14,7 @@ from llamastead.shared.store.records import (
     Demand,
     Granted,
     HeartbeatResult,
+    Leadership,
     Messages,
     Wait,
     Waiting,
@@ -258,6 +259,28 @@ class GatewayStore:
         """Return who holds an instance, gateway → lease id."""
         leases = await self._hash(self._keys.leases(instance))
         return {gateway: lease_id(value) for gateway, value in leases.items()}
+
+    async def read_claims(self) -> dict[str, int]:
+        """Return how many gateways hold each instance, id → leases; two round trips."""
+        instances = cast("list[str]", await self._redis.zrange(self._keys.instances, 0, -1))
+        pipeline = self._redis.pipeline()
+        for instance in instances:
+            pipeline.hlen(self._keys.leases(instance))
+        return dict(zip(instances, await pipeline.execute(), strict=True))
+
+    async def read_leadership(self) -> Leadership:
+        """Return who leads, and what the leader says of itself."""
+        pipeline = self._redis.pipeline()
+        pipeline.exists(self._keys.leader)
+        pipeline.hgetall(self._keys.leadership)
+        leads, about = await pipeline.execute()
+        return Leadership(
+            number=int(about.get("number") or 0),
+            leading=bool(leads),
+            ready=bool(leads) and about.get("ready") == "1",
+            oldest_demand_ms=int(about.get("oldest_demand_ms") or 0),
+            heartbeat_ms=int(about.get("heartbeat_ms") or 0),
+        )
 
     async def read_gateways(self) -> dict[str, dict[str, str]]:
         """Return every registered gateway, id → what it says of itself; two round trips."""

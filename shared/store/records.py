@@ -114,6 +114,27 @@ class Claims:
 
 
 @dataclass(frozen=True)
+class Leadership:
+    """The present leadership, or the last one while nobody leads; `number` 0: there was none.
+
+    `ready` is what the leader says of its scheduling; it has said nothing yet while it takes over.
+    """
+
+    number: int
+    leading: bool
+    ready: bool
+    oldest_demand_ms: int
+    heartbeat_ms: int
+
+    @property
+    def trouble(self) -> str:
+        """What keeps requests from being scheduled, empty for nothing; it names no model."""
+        if not self.leading:
+            return "no supervisor leads"
+        return "" if self.ready else "the supervisor is not ready"
+
+
+@dataclass(frozen=True)
 class Facts:
     """One consistent look at what the scheduler decides on. `queue` is in order of first arrival."""
 

@@ -71,7 +71,17 @@ async def test_every_route_wants_its_key_and_a_refusal_looks_like_llama_servers(
             assert (await served.client.get(path)).status_code == 200
         assert (await served.client.options("/v1/models")).status_code == 200
         assert (await served.client.get("/")).status_code == 404
-        for path in ("/models", "/v1/models", "/props", "/metrics", "/slots", "/models/sse", "/queue", "/x"):
+        for path in (
+            "/models",
+            "/v1/models",
+            "/props",
+            "/metrics",
+            "/metrics/gateway",
+            "/slots",
+            "/models/sse",
+            "/queue",
+            "/x",
+        ):
             refused = await served.client.get(path)
             assert refused.status_code == 401
             assert refused.json() == {

@@ -10,7 +10,7 @@ from gateway_kit import settings_for, until
 from redis.asyncio import Redis
 
 from llamastead.gateway.auth import Keys
-from llamastead.gateway.routes import ROUTES, Access, Router, Serves
+from llamastead.gateway.routes import ROUTES, WITH_MODEL_PROXIED, Access, Router, Serves
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import UseKind
 
@@ -39,7 +39,7 @@ def test_the_table_is_consistent() -> None:
     for route in ROUTES:
         proxied = route.serves is Serves.PROXY
         assert route.needs_model == proxied
-        assert (route.use is not None) == (proxied or route.serves is Serves.PROPS)
+        assert (route.use is not None) == (proxied or route.serves in WITH_MODEL_PROXIED)
         assert not route.may_load or route.method == "POST"
     open_paths = {r.path for r in ROUTES if r.access is Access.OPEN}
     assert open_paths == {"/health", "/v1/health", "/healthz", "/readyz"}
@@ -87,6 +87,8 @@ async def test_c24_control_and_listing_routes_never_take_a_ticket(served: Served
         "/healthz",
         "/readyz",
         "/queue",
+        "/metrics",
+        "/metrics/gateway",
     ):
         assert (await served.client.get(path)).status_code == 200, path
     for kind in (UseKind.INFERENCE, UseKind.READ):

@@ -12,7 +12,7 @@ from herd import QUICK, Herd, herd, until
 from openai import AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from llamastead.gateway.routes import ROUTES, Serves
+from llamastead.gateway.routes import ROUTES, WITH_MODEL_PROXIED, Serves
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -153,7 +153,7 @@ async def test_a_cold_model_answers_every_route_as_its_engine_does(stead: Herd, 
     [
         route.path
         for route in ROUTES
-        if route.method == "GET" and (route.serves in (Serves.PROXY, Serves.PROPS))
+        if route.method == "GET" and (route.serves is Serves.PROXY or route.serves in WITH_MODEL_PROXIED)
     ],
 )
 async def test_reads_of_an_instance(stead: Herd, path: str) -> None:
