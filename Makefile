@@ -28,7 +28,7 @@ test: dev
 
 # What to run before each commit.
 check: lint
-	$(run)/pytest -q tests/core tests/lua tests/shell tests/test_histories.py tests/test_design_page.py
+	$(run)/pytest -q -n auto tests/core tests/lua tests/shell tests/test_histories.py tests/test_design_page.py
 
 lint: dev
 	$(run)/ruff format --check -q $(code)
