@@ -26,6 +26,7 @@ from llamastead.supervisor.holders import Holders
 from llamastead.supervisor.registry.model import RegistryError
 from llamastead.supervisor.registry.options import OptionError
 from llamastead.supervisor.reign import Lead, OverError, Reign
+from llamastead.supervisor.seat import Seat
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Supervisor:
         self._epoch_file = settings.run_dir / "epoch"
         self._reign: Reign | None = None
         self._won: LeaderStore | None = None
+        self._seat = Seat(settings.run_dir / "leader")
         self._trouble = ""
         self._holders = Holders(settings.run_dir, self._on_holder_event)
         self.stop, self.leave, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -112,7 +114,10 @@ class Supervisor:
                 self._won = store
                 if write_epoch(self._epoch_file, number):
                     self._trouble = ""
+                    self._seat.take(token)
                     return Lead(number, token)
+            else:
+                await self._unseat_the_dead()
             self._trouble = ""
         except (RedisError, OSError) as error:
             self._complain(
@@ -131,8 +136,16 @@ class Supervisor:
             log.warning("%s", trouble)
         self._trouble = trouble
 
+    async def _unseat_the_dead(self) -> None:
+        """End the lead of a leader of this run folder that died, which would last until its TTL is over."""
+        token = self._seat.token_of_the_dead()
+        if token:
+            with contextlib.suppress(StaleLeader):  # the lead is over already, or somebody else's
+                await LeaderStore(self._redis, self._keys, token).resign()
+
     async def _resign(self) -> None:
         """Give up the lead that we won last: left to its TTL it would keep everybody waiting, us included."""
+        self._seat.leave()
         if self._won is not None:
             await self._won.resign()
             self._won = None

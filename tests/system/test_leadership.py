@@ -6,6 +6,7 @@ import time
 
 from herd import Herd, instance_pids, until
 from inside import (
+    QUICK,
     apart,
     is_alive,
     kill,
@@ -54,6 +55,22 @@ async def test_usr1_leaves_the_models_to_the_next_supervisor() -> None:
             await served(client, "a")
         assert started(made, "a") == [int(before["pid"])]
         assert await loads(made, "a") == 1
+
+
+async def test_a_dead_leader_of_the_run_folder_is_followed_at_once() -> None:
+    """Give leads an hour; KILL the leader: a new supervisor leads long before that and keeps the engine."""
+    async with apart(QUICK | {"LLAMASTEAD_LEADER_TTL": "3600"}) as made:
+        arguments = stubbed(made, "a")
+        await roles_and_gateway(made, "s1", arguments=arguments)
+        async with made.client() as client:
+            await served(client, "a")
+            before, old = await ready(made, "a"), await leader(made)
+            kill(int(old["pid"]))
+            await made.role("s2", "supervisor", *arguments)
+            new = await next_leader(made, old["number"])
+            assert int(new["number"]) == int(old["number"]) + 1
+            await served(client, "a")
+        assert started(made, "a") == [int(before["pid"])]
 
 
 async def test_c175_standbys_take_over_within_the_lead_of_the_dead() -> None:
