@@ -187,7 +187,12 @@ def _forget_retries(draft: Draft, waiting: set[str]) -> None:
     """
     for model, known in sorted(draft.state.troubles.items()):
         if known.retried and model not in waiting and draft.state.instance_of(model) is None:
-            trouble.remember(draft, model, replace(known, retried=False, evict_more=False))
+            _forget_retry(draft, model)
+
+
+def _forget_retry(draft: Draft, model: str) -> None:
+    known = trouble.trouble_of(draft.state, model)
+    trouble.remember(draft, model, replace(known, retried=False, evict_more=False))
 
 
 def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wait | None:
@@ -248,6 +253,7 @@ def _commit(
     match decided:
         case planner.Refuse():
             draft.fail(need.model, _too_big(draft.state, need, decided))
+            _forget_retry(draft, need.model)
             return None
         case planner.Start() if own is None:
             return Wait(WaitReason.LOADING, (_start(draft, need, seen).id,))

@@ -152,6 +152,19 @@ def test_a_measured_model_too_big_is_tried_once_and_evicts_nobody() -> None:
     assert error_of(herd.last).error.fields["reason"] == "too_big"
 
 
+def test_a_refusal_after_a_failed_try_leaves_nothing_for_the_next_look() -> None:
+    """Let the one try of a model that is too big fail: it is refused, and a second look changes nothing."""
+    herd = Herd(needs("b", 16, measured=True))
+    herd.read(gpu0=gpu(8, 8))
+    assert started(herd.ask("b")) == ["b"]
+    herd.exit(herd.of("b").id, end_class=EndClass.FAILED_TO_START)
+    assert error_of(herd.last).error.fields["reason"] == "too_big"
+    herd.waiting.clear()
+    before = herd.state
+    herd.tick(herd.t)
+    assert herd.state == before
+
+
 def test_an_estimate_too_big_gets_all_room_there_is() -> None:
     """Only reckoned to be too big: the other goes for it, and the load shows."""
     herd = Herd(needs("a", 4), needs("b", 32, measured=False))
