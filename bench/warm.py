@@ -89,6 +89,9 @@ async def streamed_chat(
     used = cpu_seconds(pids) - before
     if found.cut:
         results.remarks.append(f"{subject.name}: {found.cut} streams were cut")
+    if not found.gaps:
+        results.remarks.append(f"{subject.name}: no two events of a stream in {seconds:g} s: failed")
+        return
     row = f"chat, {at_once} streams"
     results.note(f"{row}: rate", "events/s", subject.name, found.events / found.seconds)
     first = quantile(found.first, 0.5) * 1e3

@@ -11,7 +11,7 @@ from llamastead.up.processes import descendants_of
 
 TINY = Plan(
     rounds=1,
-    seconds=0.1,
+    seconds=0.5,
     connections=(2,),
     streams=(2,),
     tokens=5,
