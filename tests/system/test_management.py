@@ -71,8 +71,10 @@ async def real_router(models: Path) -> list[dict[str, Any]]:
             raise AssertionError("the real router did not start")
         drain = asyncio.create_task(process.stderr.read())
         async with httpx.AsyncClient(base_url=address[1].decode(), timeout=PATIENCE_S) as client:
-            await client.post("/v1/chat/completions", json={"model": "a", **CHAT})
-            listed: list[dict[str, Any]] = (await client.get("/models")).json()["data"]
+            # It drops kept connections that were idle for some seconds, and its child's load takes a while.
+            closing = {"Connection": "close"}
+            await client.post("/v1/chat/completions", json={"model": "a", **CHAT}, headers=closing)
+            listed: list[dict[str, Any]] = (await client.get("/models", headers=closing)).json()["data"]
     finally:
         process.kill()
         await process.wait()
