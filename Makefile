@@ -10,11 +10,12 @@ export MODELS_DIR MODELS_PRESET PORT
 run := .venv/bin
 code := llamastead gateway supervisor measure_worker shared tests tools bench deploy
 
-.PHONY: help up install dev test check soak-core lint test-compose lock
+.PHONY: help up install dev test test-engine check lint soak-core soak-capacity soak test-compose lock \
+	bench-policy bench-memory bench bench-quick
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
-	@echo "targets: up test check lint soak-core test-compose lock bench bench-quick bench-policy"
+	@echo targets: $$(sed -nE "s/^([a-z][a-z -]*):( [a-z].*)?$$/\1/p" Makefile)
 
 up:
 	@exec $(PYTHON) tools/bootstrap.py up $(ARGS)
@@ -25,6 +26,10 @@ install dev:
 # Everything but containers. What this machine lacks for a test (root, a program) is said where it is skipped.
 test: dev
 	CORE_EXAMPLES=2000 $(run)/pytest --ignore tests/compose
+
+# The side-by-side tests with another llama-server: make test-engine ENGINE=/path/to/llama-server
+test-engine: dev
+	COMPATIBILITY_ENGINE=$(ENGINE) $(run)/pytest -q tests/system/test_compatibility.py
 
 # What to run before each commit.
 check: lint
@@ -40,6 +45,16 @@ EXAMPLES ?= 20000
 soak-core: dev
 	CORE_EXAMPLES=$(EXAMPLES) $(run)/pytest -q --timeout 0 tests/core/test_core_properties.py
 
+# Eight models on two scripted GPUs under traffic, for minutes: make soak-capacity SECONDS=300
+SECONDS ?= 300
+soak-capacity: dev
+	CAPACITY_SECONDS=$(SECONDS) $(run)/pytest -q -s --timeout 0 tests/system/test_capacity.py
+
+# Everything may die: random faults under mixed load, judged from outside. Repeat one with its SEED.
+#   make soak DURATION=600 SEED=1 PAUSE=3 CLIENTS=8     seconds; a fault every PAUSE seconds
+soak: dev
+	@$(run)/python tests/soak
+
 # Builds the images and runs the stack of docker-compose.yml; brings a Docker of its own where there is none.
 test-compose: dev
 	tests/compose/run
@@ -53,13 +68,16 @@ lock:
 	$(compile) --extra dev -c requirements.lock -o requirements-dev.lock
 
 # Scheduling policies compared on arrival traces in virtual time; ARGS="--json" or ARGS="--seed 2".
-.PHONY: bench-policy
 bench-policy: dev
 	@$(run)/python -m bench.policy $(ARGS)
 
+# What models take: the estimate, the engine's own word and a real load in one table, on the CPU. REPORT=1 writes
+# docs/measured-memory.md; ARGS="--quick" or ARGS="--json".
+bench-memory: dev
+	@$(run)/python -m bench.memory $(if $(REPORT),--report docs/measured-memory.md) $(ARGS)
+
 # Llamastead beside llama-server's own router on this machine, in one table: ten minutes at most, or one.
 # REPORT=1 writes docs/measured.md; ARGS="--json" prints all values.
-.PHONY: bench bench-quick
 bench: dev
 	@$(run)/python -m bench $(if $(REPORT),--report docs/measured.md) $(ARGS)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -39,6 +39,13 @@ class Answer:
     def json(self) -> object:
         """Return the body as JSON; for answers with Content-Length."""
         return json.loads(self.body)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return the entries of a list, which llama-server keeps in `data`."""
+        document = self.json()
+        assert isinstance(document, dict)
+        found: list[dict[str, Any]] = document["data"]
+        return found
 
 
 async def ask(port: int, request: bytes) -> Answer:

@@ -3,12 +3,11 @@
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 from bench.client import Answer, ask, get, post, quantile
 from bench.proc import cpu_seconds
 from bench.results import Results, at_most_above
-from bench.subjects import Subject, Workshop
+from bench.subjects import Subject, Workshop, until_listed
 
 SPARE_S = 0.5  # Llamastead starts a new spare holder after each load; the router has nothing to wait for
 PATIENCE_S = 30.0
@@ -53,14 +52,12 @@ async def crowd(subject: Subject, size: int, results: Results) -> None:
 
 
 async def listing(subject: Subject, models: int, times: int, results: Results) -> None:
-    """List a long registry."""
+    """List a long registry, once all of it is there."""
+    await until_listed(subject.name, subject.port, models)
     pids = subject.pids()
     before = cpu_seconds(pids)
     answers = [await ask(subject.port, get("/v1/models")) for _ in range(times)]
     used = cpu_seconds(pids) - before
-    listed = len(_data(answers[-1]))
-    if listed != models:
-        results.remarks.append(f"{subject.name}: listed {listed} models of {models}")
     row = f"listing {models} models"
     results.note(f"{row}: time", "ms", subject.name, quantile([a.total_s for a in answers], 0.5) * 1e3)
     results.note(f"{row}: CPU", "ms", subject.name, used / times * 1e3)
@@ -84,7 +81,7 @@ async def unload(subject: Subject, model: str) -> None:
 
 
 async def _status(subject: Subject, model: str) -> str:
-    entries = _data(await ask(subject.port, get("/models")))
+    entries = (await ask(subject.port, get("/models"))).entries()
     return next(str(entry["status"]["value"]) for entry in entries if entry["id"] == model)
 
 
@@ -98,10 +95,3 @@ async def served(subject: Subject, model: str) -> Answer:
 
 def _request(model: str) -> bytes:
     return post("/tokenize", {"model": model, "content": "Hello."}, close=True)
-
-
-def _data(answer: Answer) -> list[dict[str, Any]]:
-    document = answer.json()
-    assert isinstance(document, dict)
-    found: list[dict[str, Any]] = document["data"]
-    return found

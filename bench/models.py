@@ -6,10 +6,15 @@ from pathlib import Path
 _TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 
+def use_tests() -> None:
+    """Let the makers of the tests' models be imported."""
+    if str(_TESTS) not in sys.path:
+        sys.path.append(str(_TESTS))
+
+
 def write_models(folder: Path, *names: str) -> Path:
     """Write tiny models of these names to a new folder and return that."""
-    if str(_TESTS) not in sys.path:
-        sys.path.append(str(_TESTS))  # where the maker of the tests' models lives
+    use_tests()
     from tiny import tiny_model
 
     models = folder / "models"

@@ -7,9 +7,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.proc import machine
-from bench.results import Figure, Results
+from bench.results import GENERATOR, Figure, Results
 
 SUBJECTS = ("direct", "router", "llamastead", "nginx", "caddy", "httpx", "two gateways")
+BUSY_PERCENT = 80
 _VERDICTS = {True: "yes", False: "NO", None: ""}
 
 
@@ -73,6 +74,12 @@ way to the model is measured and not the model. Absolute times depend on the mac
 """
 
 
+def added_sections(page: str) -> str:
+    """Return what people added below the table of an earlier page: everything from its first section on."""
+    begins = page.find("\n## ")
+    return page[begins:] if begins >= 0 else ""
+
+
 def _present(results: Results) -> list[str]:
     seen = {subject for figure in results.figures.values() for subject in figure.values}
     return [name for name in SUBJECTS if name in seen]
@@ -93,4 +100,20 @@ def _number(value: float) -> str:
 def _remarks(results: Results) -> list[str]:
     gates = [figure for figure in results.figures.values() if figure.holds is not None]
     verdict = f"gates met: {len(gates) - len(results.failed)} of {len(gates)}"
-    return [*results.remarks, verdict, *(f"not met: {figure.name}" for figure in results.failed)]
+    return [*results.remarks, *_generator(results), verdict, *(f"not met: {f.name}" for f in results.failed)]
+
+
+def _generator(results: Results) -> list[str]:
+    """Say how busy the load generator was at most: near 100 % of its core it would be what is measured."""
+    shares = [
+        (share, subject)
+        for figure in results.figures.values()
+        if figure.name.endswith(GENERATOR)
+        for subject, share in figure.medians.items()
+        if subject in ("router", "llamastead")
+    ]
+    if not shares:
+        return []
+    share, subject = max(shares)
+    verdict = "not the bottleneck" if share < BUSY_PERCENT else "it limits what is measured"
+    return [f"load generator: at most {share:.0f} % of a core, for {subject}: {verdict}"]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 Values = Mapping[str, float]
+GENERATOR = "load generator"
+"""Ends the names of the figures that tell how busy the load generator was, in percent of a core."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,15 @@ CORES_FOR_SCALING = 4  # two gateways, the engine and the load generator
 PLAIN_PROXIES = ("nginx", "caddy", "httpx")
 
 
-async def measure(plan: Plan) -> Results:
-    """Start everything, measure, stop everything. Raises TimeoutError after the plan's limit."""
-    results = Results()
+async def measure(plan: Plan, results: Results) -> None:
+    """Start everything, measure into `results`, stop everything.
+
+    Raises TimeoutError after the plan's limit: what was measured until then stands.
+    """
     engine = await asyncio.to_thread(find_engine, None)
     generator = "wrk" if warm.uses_wrk(plan.seconds) else "bench/client.py"
-    results.remarks += [f"engine: llama-server {engine.version}", f"load generator: {generator}"]
+    busy = f"load average before the run: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    results.remarks += [f"engine: llama-server {engine.version}", f"load generator: {generator}", busy]
     with tempfile.TemporaryDirectory(prefix="lb", dir="/tmp", ignore_cleanup_errors=True) as scratch:
         workshop = Workshop(engine.path, write_models(Path(scratch), "a", "b"), Path(scratch))
         async with asyncio.timeout(plan.limit_s):
@@ -33,7 +36,6 @@ async def measure(plan: Plan) -> Results:
                 await _cold(plan, workshop, routers, results)
             await _listing(plan, workshop, results)
             await _two_gateways(plan, workshop, results)
-    return results
 
 
 @asynccontextmanager
@@ -57,15 +59,19 @@ async def _everybody(workshop: Workshop, results: Results) -> AsyncIterator[list
 async def _warm(plan: Plan, subjects: Sequence[Subject], results: Results) -> None:
     for connections in plan.connections:
         for subject in _rounds(plan, subjects):
-            await warm.short_requests(subject, connections, plan.seconds, results)
+            await _tried(subject, warm.short_requests(subject, connections, plan.seconds, results), results)
     for at_once in plan.streams:
         for subject in _rounds(plan, subjects):
-            await warm.streamed_chat(subject, at_once, plan.seconds, plan.tokens, results)
+            await _tried(
+                subject,
+                warm.streamed_chat(subject, at_once, plan.seconds, plan.tokens, results),
+                results,
+            )
     for subject in subjects:
-        await warm.uploads(subject, plan.upload_mib, plan.uploads, results)
+        await _tried(subject, warm.uploads(subject, plan.upload_mib, plan.uploads, results), results)
     for subject in subjects:
         if subject.run_dir is not None:
-            await warm.redis_calls(subject, plan.seconds, results)
+            await _tried(subject, warm.redis_calls(subject, plan.seconds, results), results)
     for subject in subjects:
         if subject.parts():
             await warm.idle(subject, plan.idle_s, results)
@@ -87,7 +93,7 @@ async def _tried(subject: Subject, measuring: Awaitable[None], results: Results)
     try:
         await measuring
     except (TimeoutError, RuntimeError, OSError) as problem:
-        results.remarks.append(f"{subject.name}: a load failed: {problem}")
+        results.remarks.append(f"{subject.name}: failed: {problem or type(problem).__name__}")
 
 
 async def _listing(plan: Plan, workshop: Workshop, results: Results) -> None:
@@ -95,7 +101,7 @@ async def _listing(plan: Plan, workshop: Workshop, results: Results) -> None:
     preset = ("--models-preset", cold.long_preset(workshop.folder / "many.ini", model, plan.models))
     async with workshop.router(*preset) as router, workshop.llamastead(*preset) as llamastead:
         for subject in _rounds(plan, (router, llamastead)):
-            await cold.listing(subject, plan.models, 10, results)
+            await _tried(subject, cold.listing(subject, plan.models, 10, results), results)
 
 
 async def _two_gateways(plan: Plan, workshop: Workshop, results: Results) -> None:
@@ -109,7 +115,11 @@ async def _two_gateways(plan: Plan, workshop: Workshop, results: Results) -> Non
     async with workshop.llamastead("--gateways", "2", name=name) as subject:
         await cold.served(subject, "a")
         for _ in range(plan.rounds):
-            await warm.short_requests(subject, max(plan.connections), plan.seconds, results)
+            await _tried(
+                subject,
+                warm.short_requests(subject, max(plan.connections), plan.seconds, results),
+                results,
+            )
     results.figures[row].gate = Gate("two gateways ≥ 1.6 × one", lambda v: v[name] >= 1.6 * v["llamastead"])
 
 

@@ -22,6 +22,7 @@ START_S = 60.0
 STOP_S = 20.0
 _ROLES = ("gateway", "supervisor", "worker")
 
+# An engine closes a kept connection after 100 requests or 5 s.
 _NGINX = """\
 daemon off; worker_processes 1; user root; pid {folder}/nginx.pid; error_log {folder}/nginx.log;
 events {{ worker_connections 1024; }}
@@ -29,7 +30,10 @@ http {{
   access_log off; client_max_body_size 64m; client_body_temp_path {folder}/nginx-body;
   proxy_temp_path {folder}/nginx-proxy; fastcgi_temp_path {folder}/nginx-1;
   uwsgi_temp_path {folder}/nginx-2; scgi_temp_path {folder}/nginx-3;
-  upstream engine {{ server 127.0.0.1:{upstream}; keepalive 64; }}
+  upstream engine {{
+    server 127.0.0.1:{upstream};
+    keepalive 64; keepalive_requests 90; keepalive_timeout 4s;
+  }}
   server {{
     listen 127.0.0.1:{port};
     location / {{
@@ -100,6 +104,8 @@ class Workshop:
         words = [sys.executable, "-m", "llamastead", "up", *self._sources(more), *self.limits]
         words += ["--engine", self.engine, "--run-dir", run_dir, "--min-residence", "0", "--port", port]
         async with self._running(name, [*words, *ENGINE_ARGS], port, "/readyz") as pid:
+            # A gateway is ready for its own part; models are there once the supervisor has read them.
+            await until_listed(name, port, 1)
             yield Subject(name, port, lambda: herd_parts(pid), run_dir)
 
     @contextlib.asynccontextmanager
@@ -182,6 +188,15 @@ async def answers(port: int, path: str, alive: Callable[[], bool], patience_s: f
                 return True
         await asyncio.sleep(0.002)
     return False
+
+
+async def until_listed(name: str, port: int, models: int) -> None:
+    """Wait until so many models are listed; TimeoutError when they are not."""
+    until = time.monotonic() + START_S
+    while len((await ask(port, get("/v1/models"))).entries()) < models:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{name} did not list {models} models within {START_S:.0f} s")
+        await asyncio.sleep(0.02)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from bench.client import Load, ask, post, quantile, repeat, stream
 from bench.proc import cpu_seconds, resident_bytes
-from bench.results import Gate, Results, at_least, at_most, below
+from bench.results import GENERATOR, Gate, Results, at_least, at_most, below
 from bench.subjects import Subject, installed
 from bench.wrk import repeat_with_wrk
 from llamastead.shared.store.connect import connect
@@ -58,7 +58,7 @@ async def short_requests(subject: Subject, connections: int, seconds: float, res
     if pids:
         results.note(f"{row}: CPU per request", "µs", subject.name, used / load.done * 1e6, gates["CPU"])
     share = load.busy / load.seconds * 100
-    results.note(f"{row}: load generator", "% of a core", subject.name, share)
+    results.note(f"{row}: {GENERATOR}", "% of a core", subject.name, share)
 
 
 async def redis_calls(subject: Subject, seconds: float, results: Results) -> None:

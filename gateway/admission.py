@@ -14,10 +14,19 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from llamastead.gateway.leases import Claim, Lease, Leases, Place
+from llamastead.gateway.leases import PEEK_MARK, Claim, Lease, Leases, Place
+from llamastead.gateway.seams import NoLoad, may_load
 from llamastead.shared.errors import ApiError
 from llamastead.shared.settings import Settings
-from llamastead.shared.store.errors import NoHerd, QueueFull, StoreError, UnknownModel, Unregistered
+from llamastead.shared.store.connect import refuses_writes
+from llamastead.shared.store.errors import (
+    NoHerd,
+    NotLoaded,
+    QueueFull,
+    StoreError,
+    UnknownModel,
+    Unregistered,
+)
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.records import Granted, HeartbeatResult
 from llamastead.shared.words import UseKind
@@ -27,6 +36,11 @@ log = logging.getLogger(__name__)
 RETRY_PAUSE_S = 0.1
 RETRY_AFTER_S = 5
 BROKEN_AFTER = 5
+_REMEDIES = {
+    "MISCONF": "make room on its disk, its log says where",
+    "OOM": "raise its maxmemory",
+    "READONLY": "it is a replica, wait for the failover or give the master's --redis-url",
+}
 """So many errors of an engine, and no right answer since its load, make it broken."""
 
 
@@ -40,6 +54,7 @@ class Waiter:
     arrived: float
     granted: asyncio.Future[Claim]
     not_instance: str = ""
+    no_load: NoLoad | None = None
     enrolled: bool = False
     first_arrival_ms: int | None = None
 
@@ -92,19 +107,21 @@ class Admission:
 
     # --- what the byte path asks
 
-    async def acquire(self, model: str, kind: UseKind, request_id: str) -> Claim:
+    async def acquire(
+        self, model: str, kind: UseKind, request_id: str, no_load: Callable[[], NoLoad | None] = may_load
+    ) -> Claim:
         """Return a claim on a ready instance of `model`; see the protocol in gateway/seams.py."""
         lease = self.leases.warm(model)
         if lease is not None:
             return lease.claim(kind, request_id, "hot", 0, 0)
-        return await self._wait(model, kind, request_id, "")
+        return await self._wait(model, kind, request_id, "", no_load())
 
-    async def refused(self, claim: Claim) -> Claim:
+    async def refused(self, claim: Claim, no_load: Callable[[], NoLoad | None] = may_load) -> Claim:
         """Trade a claim whose address refused for one elsewhere; see the protocol in gateway/seams.py."""
         place = claim.place
         self.leases.retire(place.instance)
         claim.close()
-        return await self._wait(place.model, claim.kind, claim.request_id, place.instance)
+        return await self._wait(place.model, claim.kind, claim.request_id, place.instance, no_load())
 
     def end(self) -> None:
         """Tell Redis nothing any more: this gateway is about to leave, which gives everything back."""
@@ -144,6 +161,12 @@ class Admission:
                     # The instance that refused is still the current one: it may have been a hiccup.
                     waiter.not_instance, waiter.enrolled = "", False
             self._ask(line)
+
+    def on_no_writes(self, word: str) -> None:
+        """Refuse all that wait: Redis takes no writes, for the reason in its own word."""
+        for line in self._lines.values():
+            for waiter in line.waiters.values():
+                self._refuse_waiting(line, waiter, _no_writes(word))
 
     # --- what the inbox says
 
@@ -188,16 +211,19 @@ class Admission:
 
     # --- waiting
 
-    async def _wait(self, model: str, kind: UseKind, request_id: str, not_instance: str) -> Claim:
+    async def _wait(
+        self, model: str, kind: UseKind, request_id: str, not_instance: str, no_load: NoLoad | None
+    ) -> Claim:
         line = self._lines.setdefault(model, Line(model))
         self._minted += 1
         waiter = Waiter(
-            ticket=f"{self._gateway}.{self._minted}",
+            ticket=f"{self._gateway}.{self._minted}{PEEK_MARK if kind is UseKind.PEEK else ''}",
             kind=kind,
             request_id=request_id,
             arrived=self._loop.time(),
             granted=self._loop.create_future(),
             not_instance=not_instance,
+            no_load=no_load,
         )
         line.waiters[waiter.ticket] = waiter
         self._ask(line)
@@ -277,7 +303,12 @@ class Admission:
                 waiter.not_instance,
                 waiter.first_arrival_ms,
                 waiter.request_id,
+                _may(waiter.no_load),
             )
+        except NotLoaded:
+            assert waiter.no_load is not None
+            line.waiters.pop(waiter.ticket, None)
+            _refuse(waiter, waiter.no_load.error)
         except QueueFull as full:
             line.waiters.pop(waiter.ticket, None)
             fields = {"reason": "queue_full", "limit_name": full.limit_name, "limit": full.limit}
@@ -340,7 +371,8 @@ class Admission:
             else:
                 return
         else:
-            line.trouble = "Redis is not reachable"
+            word = refuses_writes(problem)
+            line.trouble = _no_writes(word) if word else "Redis is not reachable"
         log.debug("admission put off", extra={"model": line.model, "problem": str(problem)})
         await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -383,6 +415,16 @@ class Admission:
         except (StoreError, RedisError, OSError) as problem:
             # The next heartbeat that arrives no longer names it, and the supervisor's sweep is behind that.
             log.debug("not given back yet", extra={"problem": str(problem)})
+
+
+def _may(no_load: NoLoad | None) -> str:
+    if no_load is None:
+        return "load"
+    return "wake" if no_load.may_wake else "wait"
+
+
+def _no_writes(word: str) -> str:
+    return f"Redis takes no writes at the moment ({word}): {_REMEDIES.get(word, 'its log says why')}"
 
 
 def _refuse(waiter: Waiter, error: ApiError) -> None:

@@ -1,6 +1,7 @@
 """The few ways in which the gateway answers a request itself."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,9 +11,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from llamastead.shared.errors import ApiError
+from llamastead.shared.store.errors import NoHerd
 
 BODY_LIMIT = 64 * 1024
 _HTTP: Scope = {"type": "http"}
+
+
+def no_answer(problem: Exception, so: str) -> ApiError:
+    """Return what a client is told when the store raised a problem; `so` says what could not be done."""
+    if isinstance(problem, NoHerd):
+        return ApiError(503, "No supervisor has opened the herd yet", retry_after=5)
+    return ApiError(503, f"Redis is not reachable: {so}", retry_after=5)
 
 
 async def send_json(
@@ -29,6 +38,11 @@ async def send_json(
 async def send_error(send: Send, error: ApiError, request_id: str) -> None:
     """Send a refusal in llama-server's shape."""
     await send_json(send, error.status, error.body(), request_id, error.retry_after)
+
+
+async def send_empty(send: Send, request_id: str) -> None:
+    """Send a whole answer without content."""
+    await Response(None, 204, {"x-request-id": request_id})(_HTTP, _unread, send)
 
 
 async def send_text(send: Send, text: str, request_id: str, media_type: str = "text/plain") -> None:
@@ -84,3 +98,13 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     except ClientDisconnect:
         raise ApiError(400, "the client left before its request was complete") from None
     return bytes(body)
+
+
+def parse_json(body: bytes) -> Any:
+    """Return the value that a small request's body is. Raises ApiError 400 for one that is no JSON."""
+    try:
+        return json.loads(body)
+    except ValueError as problem:
+        raise ApiError(400, f"the body is not valid JSON: {problem}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is not valid JSON: it is nested too deep") from None

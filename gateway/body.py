@@ -27,15 +27,26 @@ class ClientGone(Exception):  # noqa: N818
 
 
 class Body:
-    """A whole request body, in memory or in a temporary file, and the model it names."""
+    """A whole request body, in memory or in a temporary file, and the model it names.
+
+    `kept`: somebody has still to look into it, whatever has become of the request.
+    """
 
     def __init__(self) -> None:
+        self.kept = False
         self.size = 0
         self.model: ModelField = None
         self.data = b""
         self._parts: list[bytes] = []
         self._held = 0
         self._file: FileIO | None = None
+
+    @classmethod
+    def of(cls, data: bytes) -> "Body":
+        """Return a body of our own making."""
+        body = cls()
+        body.data, body.size = data, len(data)
+        return body
 
     @property
     def in_memory(self) -> bool:
@@ -47,6 +58,11 @@ class Body:
         assert self._file is not None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, os.pread, self._file.fileno(), _PIECE_BYTES, offset)
+
+    def forget(self) -> None:
+        """Let go of what is in memory: it is not to be sent again, and its answer may take long."""
+        if self.in_memory and not self.kept:
+            self.data, self.size = b"", 0
 
     def close(self) -> None:
         """Let go of the temporary file."""
@@ -111,8 +127,12 @@ async def read_body(receive: Receive, headers: Headers, max_bytes: int, *, searc
         if isinstance(error, BrokenForm):
             raise ApiError(400, f"the request body is not a valid form: {error}") from None
         if isinstance(error, OSError):
+            folder = tempfile.gettempdir()
             raise ApiError(
-                503, f"the request body could not be stored: {error.strerror}", retry_after=1
+                503,
+                f"the request body could not be stored in {folder} ({error.strerror}): make room there, or "
+                "start the gateway with another folder as TMPDIR",
+                retry_after=1,
             ) from error
         raise
     return body

@@ -1,33 +1,81 @@
-"""Calls from web pages: any origin may call, none with the browser's own credentials such as cookies.
+"""Calls from web pages of other origins: who may call, in the words of llama-server (`--cors-origins` …)."""
 
-Keys travel in a header that a page must set itself, so an origin gains nothing it does not know already.
-"""
+import re
+from dataclasses import dataclass
+from typing import Self
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-ALLOWED_METHODS = "GET, POST, DELETE, OPTIONS"
-ALLOWED_HEADERS = "*, Authorization"  # the star does not cover that one
-ALLOW_ORIGIN = b"access-control-allow-origin"
+from llamastead.shared.settings import Settings
+
+ANY, LOCAL = "*", "localhost"
+_LOCAL = re.compile(rb"https?://(?:localhost|127\.0\.0\.1|\[::1\])(?::\d+)?")
+_TAKEN_OVER = (b"access-control-allow-origin", b"access-control-allow-credentials", b"vary")
 
 
-def allow_origin(send: Send, origin: bytes) -> Send:
-    """Return a `send` that names `origin` in the answer's head, in place of what an instance said there."""
+@dataclass(frozen=True)
+class Cors:
+    """What pages of other origins may do.
 
-    async def send_with_origin(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [(name, value) for name, value in message["headers"] if name.lower() != ALLOW_ORIGIN]
-            message = {**message, "headers": [*headers, (ALLOW_ORIGIN, origin), (b"vary", b"Origin")]}
-        await send(message)
+    `credentials`: whether they may use those of the browser, such as the login at a proxy in front; never
+    while any origin may call. Keys travel in a header that a page sets itself.
+    """
 
-    return send_with_origin
+    origins: frozenset[str]
+    methods: str
+    headers: str
+    credentials: bool
 
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return what the settings say."""
+        origins = frozenset(part.strip() for part in settings.cors_origins.split(",") if part.strip())
+        credentials = settings.cors_credentials and ANY not in origins
+        return cls(origins, settings.cors_methods, settings.cors_headers, credentials)
 
-async def preflight(scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
-    """Answer an OPTIONS request: what a page may send."""
-    headers = {
-        "access-control-allow-headers": ALLOWED_HEADERS,
-        "access-control-allow-methods": ALLOWED_METHODS,
-        "x-request-id": request_id,
-    }
-    await Response(b"", 200, headers)(scope, receive, send)
+    def allows(self, origin: bytes) -> bool:
+        """Tell whether pages of this origin may call."""
+        if ANY in self.origins or origin.decode("latin-1") in self.origins:
+            return True
+        return LOCAL in self.origins and _LOCAL.fullmatch(origin) is not None
+
+    def answering(self, send: Send, origin: bytes) -> Send:
+        """Return a `send` that says in the answer's head whether `origin` may read it.
+
+        What an instance says of that is dropped, and its Vary is joined with ours.
+        """
+        ours = []
+        if self.allows(origin):
+            ours.append((b"access-control-allow-origin", origin))
+            if self.credentials:
+                ours.append((b"access-control-allow-credentials", b"true"))
+
+        async def send_with_origin(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept, varies = [], []
+                for header in message["headers"]:
+                    if header[0].lower() not in _TAKEN_OVER:
+                        kept.append(header)
+                    elif header[0].lower() == b"vary":
+                        varies += [word for word in header[1].split(b", ") if word.lower() != b"origin"]
+                vary = (b"vary", b", ".join([*varies, b"Origin"]))
+                message = {**message, "headers": [*kept, *ours, vary]}
+            await send(message)
+
+        return send_with_origin
+
+    async def preflight(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        """Answer an OPTIONS request: what a page may send."""
+        allowed = self.headers
+        if allowed == ANY:
+            # Browsers never count Authorization in the star, nor anything once credentials go along.
+            asked = (value for name, value in scope["headers"] if name == b"access-control-request-headers")
+            allowed = next(asked, b"").decode("latin-1") if self.credentials else ""
+            allowed = allowed or f"{ANY}, Authorization"
+        headers = {
+            "access-control-allow-headers": allowed,
+            "access-control-allow-methods": self.methods,
+            "x-request-id": request_id,
+        }
+        await Response(b"", 200, headers)(scope, receive, send)

@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 BACKLOG = 1000
 COMMENT_S = 15.0
 
-# The states whose beginning the router tells; draining and stopping are still "loaded" on the wire.
+# The states whose beginning the router tells; draining and stopping are still "loaded" on the wire, and of a
+# model that wakes only the progress is told.
 TOLD: Mapping[str, WireStatus] = {
     InstanceState.STARTING: WireStatus.LOADING,
     InstanceState.LOADING: WireStatus.LOADING,
-    InstanceState.WAKING: WireStatus.LOADING,
     InstanceState.READY: WireStatus.LOADED,
     InstanceState.SLEEPING: WireStatus.SLEEPING,
     InstanceState.STOPPED: WireStatus.UNLOADED,
@@ -98,7 +98,15 @@ class EventStreams:
     async def _translate(self, event: Mapping[str, str]) -> dict[str, Any] | None:
         match event["kind"]:
             case "registry":
-                return {"model": "*", "event": "models_reload"}
+                # `data` is our own: what changed, and between which revisions of the registry.
+                changes = json.loads(event.get("changes") or "{}")
+                revisions = {name: event.get(name, "") for name in ("previous", "revision")}
+                told: dict[str, Any] = {"model": "*", "event": "models_reload"}
+                return told | ({"data": revisions | changes} if changes else {})
+            case "download":
+                return _download(event)
+            case "removed":
+                return {"model": event["model"], "event": "model_remove"}
             case "progress":
                 progress = json.loads(event["progress"])
                 return _change(event["model"], {"status": WireStatus.LOADING, "progress": progress})
@@ -112,15 +120,20 @@ class EventStreams:
         if status is None or (status is self._told.get(model) and status is not WireStatus.UNLOADED):
             return None
         self._told[model] = status
-        # `instance` and `end_class` are our own: a router's clients have no use for them, a drill has.
+        # `instance`, `memory`, `end_class` and `reason` are our own.
         data: dict[str, Any] = {"status": status, "instance": event["instance"]}
         if status is WireStatus.LOADING:
             return {"model": model, "event": "model_status", "data": data}
         if status is WireStatus.LOADED:
-            data["info"] = model_info(await self._read(model))
+            now = await self._read(model)
+            data["info"] = model_info(now)
+            if now.memory:
+                data["memory"] = dict(now.memory)
         elif status is WireStatus.UNLOADED:
             exit_code = event.get("exit_code", "")
             data |= {"exit_code": int(exit_code) if exit_code else None, "end_class": event["end_class"]}
+            if reason := event.get("reason"):
+                data["reason"] = reason
         return _change(model, data)
 
     async def _read(self, model: str) -> CatalogModel:
@@ -128,6 +141,21 @@ class EventStreams:
             return parse_model(await self._store.read_model(model))
         except (StoreError, RedisError, OSError):
             return CatalogModel(model)
+
+
+def _download(event: Mapping[str, str]) -> dict[str, Any]:
+    """Return what happened to a download; `reason` and `error` of a failed one are our own."""
+    model = event["model"]
+    match event["change"]:
+        case "started":
+            return {"model": model, "event": "model_status", "data": {"status": WireStatus.DOWNLOADING}}
+        case "progress":
+            progress = json.loads(event["progress"])
+            return {"model": model, "event": "download_progress", "data": {"progress": progress}}
+        case "finished":
+            return {"model": model, "event": "download_finished"}
+    data = {"reason": event.get("reason", ""), "error": event.get("error", "")}
+    return {"model": model, "event": "download_failed", "data": data}
 
 
 def _change(model: str, data: dict[str, Any]) -> dict[str, Any]:

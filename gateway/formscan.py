@@ -6,6 +6,7 @@ _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"]{1,200})"|([^\s;"]{1,200}))', re
 _DISPOSITION = re.compile(rb"^content-disposition:\s*form-data(.*)$", re.IGNORECASE | re.MULTILINE)
 _NAME = re.compile(rb';\s*name=(?:"((?:[^"\\]|\\.)*)"|([^\s;"]+))', re.IGNORECASE)
 _FILE = re.compile(rb";\s*filename\*?=", re.IGNORECASE)
+_MAX_PADDING = 256
 _MAX_PART_HEAD = 16 * 1024
 _MAX_NAME = 16 * 1024
 
@@ -77,8 +78,8 @@ class FormScan:
             self._ended = True
             self._drop(len(self._held))
             return False
-        line = self._held.find(b"\r\n")
-        if line < 0 and len(self._held) < len(self._delimiter) + 64:
+        line = self._held.find(b"\r\n", 0, _MAX_PADDING + 2)
+        if line < 0 and len(self._held) < _MAX_PADDING + 2:
             return False
         if line < 0 or self._held[:line].strip(b" \t"):
             raise BrokenForm(f"byte {self._passed}: a boundary must end its line")
@@ -89,9 +90,9 @@ class FormScan:
 
     def _read_part_head(self) -> bool:
         end = self._held.find(b"\r\n\r\n")
+        if (end if end >= 0 else len(self._held)) > _MAX_PART_HEAD:
+            raise BrokenForm(f"byte {self._passed}: a part's head is longer than {_MAX_PART_HEAD} bytes")
         if end < 0:
-            if len(self._held) > _MAX_PART_HEAD:
-                raise BrokenForm(f"byte {self._passed}: a part's head is longer than {_MAX_PART_HEAD} bytes")
             return False
         if _names_model(bytes(self._held[:end])):
             self._value = bytearray()

@@ -40,8 +40,9 @@ _OURS = frozenset(
         b"x-llamastead-instance",
     }
 )
-_NOT_TO_CLIENT = _HOP_BY_HOP | _OURS
+_NOT_TO_CLIENT = _HOP_BY_HOP | _OURS | {b"date"}  # the server puts its own
 _BODILESS = (204, 304)
+_UNBUFFERED = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 def request_head(
@@ -72,6 +73,21 @@ def is_event_stream(headers: HeaderList) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
+def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str:
+    """Return a header's value, empty without one."""
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), "")
+
+
+def event_stream_head(request_id: str) -> HeaderList:
+    """Return the headers of a stream that begins before any instance is known to answer it."""
+    return [(b"content-type", b"text/event-stream"), *_UNBUFFERED, (b"x-request-id", request_id.encode())]
+
+
+def our_facts(headers: HeaderList) -> bytes:
+    """Return in one line what of `response_headers` says how the request fared."""
+    return b" ".join(b"%b=%b" % pair for pair in headers if pair[0] in _OURS and pair[0] != b"x-request-id")
+
+
 def response_headers(status: int, headers: HeaderList, claim: Claim, request_id: str) -> HeaderList:
     """Return the headers of the answer to the client: the instance's (lower case) and ours, each once."""
     kept = _without(headers, _NOT_TO_CLIENT)
@@ -80,15 +96,29 @@ def response_headers(status: int, headers: HeaderList, claim: Claim, request_id:
     if is_event_stream(kept):
         # Proxies on the way must neither hold events back nor keep them.
         kept = [header for header in kept if header[0] not in (b"cache-control", b"x-accel-buffering")]
-        kept += ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-    kept += (
+        kept += _UNBUFFERED
+    kept += our_headers(claim, request_id)
+    return kept
+
+
+def our_headers(claim: Claim, request_id: str) -> HeaderList:
+    """Return the headers that say how a request fared."""
+    return [
         (b"x-request-id", request_id.encode()),
         (b"x-llamastead-path", claim.path.encode()),
         (b"x-llamastead-wait-ms", b"%d" % claim.wait_ms),
         (b"x-llamastead-load-ms", b"%d" % claim.load_ms),
         (b"x-llamastead-instance", claim.instance.encode()),
-    )
-    return kept
+    ]
+
+
+def socket_headers(
+    headers: Iterable[tuple[bytes, bytes]], key: str, request_id: str
+) -> list[tuple[str, str]]:
+    """Return the headers that open a WebSocket at an instance, those of the protocol itself left out."""
+    kept = [header for header in _without(headers, _NOT_TO_INSTANCE) if header[0][:14] != b"sec-websocket-"]
+    passed = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in kept]
+    return [*passed, ("authorization", f"Bearer {key}"), ("x-request-id", request_id)]
 
 
 def _without(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:

@@ -31,8 +31,13 @@ class Inbox:
         catalog: Catalog,
         on_event: Callable[[Mapping[str, str]], None],
         on_instance_gone: Callable[[str], None],
+        on_conversation_over: Callable[[Mapping[str, str]], None],
+        on_cut: Callable[[str], None],
     ) -> None:
-        """`on_event` gets each event of the herd; `on_instance_gone` the id of an instance that has ended."""
+        """`on_event` gets each event of the herd; `on_instance_gone` the id of an instance that has ended;
+        `on_conversation_over` the message about a conversation that is not to wait any more; `on_cut`
+        the id of an instance that is stopped whoever is busy with it.
+        """
         self._store = store
         self._gateway = gateway
         self._block_ms = round(block_s * 1000)
@@ -41,6 +46,8 @@ class Inbox:
         self._catalog = catalog
         self._on_event = on_event
         self._on_instance_gone = on_instance_gone
+        self._on_conversation_over = on_conversation_over
+        self._on_cut = on_cut
 
     async def run(self) -> None:
         """Read until cancelled, through any outage of Redis."""
@@ -82,16 +89,27 @@ class Inbox:
                 self._admission.on_failed(message)
             case "answer":
                 self._commands.on_answer(message)
+            case "at_work":
+                self._commands.on_at_work(message)
+            case "wanted":
+                self._admission.leases.hurry(message["instance"])
             case "draining" | "ended":
                 self._admission.on_instance_gone(message["instance"])
+            case "conversation_over":
+                self._on_conversation_over(message)
             case other:
                 log.warning("message not understood", extra={"type": other})
 
     def _take_event(self, event: Mapping[str, str]) -> None:
-        if event["kind"] == "registry":
+        if event["kind"] in ("registry", "herd"):
+            # A registry that is published before its herd is open can't be read yet.
             self._catalog.mark_all()
+        elif event["kind"] == "download":
+            self._catalog.mark_downloads()
         elif "model" in event:
             self._catalog.mark(event["model"])
+        if event["kind"] == "cut":
+            self._on_cut(event["instance"])
         if event.get("status") == "unloaded" and "instance" in event:
             self._on_instance_gone(event["instance"])
         self._on_event(event)

@@ -103,7 +103,7 @@ def _runs(depth: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
     They are the bulk of a large body, and one match passes them without a step per token. Nothing in them is
     ambiguous, so a failing match costs no more than a second reading.
     """
-    string = rf'"{_TEXT}(?:{_ESCAPE}{_TEXT})*"'
+    string = rf'"(?>{_TEXT}(?:{_ESCAPE}{_TEXT})*)"'
     plain = rf"{string}|{_DIGITS}|true|false|null"
     value = f"(?:{plain})"
     for _ in range(depth):
@@ -114,21 +114,24 @@ def _runs(depth: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 _ITEMS, _MEMBERS = _runs(4)
+_RUN_CHARS = 8192
+"""The longest run passed at once: `re` keeps a few hundred bytes for each item until it has matched."""
 
 
 class JsonScan:
-    """One body's scan: `feed` every piece in order, then `finish`."""
+    """One body's scan for the top-level member `key`: `feed` every piece in order, then `finish`."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str = "model") -> None:
+        self._key = key
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._started = False
         self._expect = _VALUE
         self._stack = bytearray()
-        # Inside a string; keys of the top level and the model's value are captured, raw.
+        # Inside a string; keys of the top level and the member's value are captured, raw.
         self._in_string = False
         self._string_is_key = False
         self._captured: list[str] | None = None
-        self._at_model = False
+        self._at_key = False
         self._found: ModelField = None
         # What the next piece has to be read together with: a cut escape, number or literal.
         self._rest = ""
@@ -149,7 +152,7 @@ class JsonScan:
         self._scan(self._rest + text, final=False)
 
     def finish(self) -> ModelField:
-        """Return what the body says about its model. Raises BrokenJson when the text ends too early."""
+        """Return what the body says about its member. Raises BrokenJson when the text ends too early."""
         if self._decoder.getstate()[0]:
             self._fail(self._rest, len(self._rest), "not UTF-8")
         self._scan(self._rest, final=True)
@@ -189,9 +192,9 @@ class JsonScan:
         self._column = at - text.rfind("\n", 0, at) - 1 if lines else self._column + at
         rest = text[at:]
         if len(rest) > _MAX_SHOWN and not self._in_string:
-            # Of a number's digits only the fact that there are more of them matters further on.
+            # Of a number's digits behind those only the fact that there are more of them matters further on.
             self._column += len(rest)
-            rest = _LONG_DIGITS.sub("", rest)
+            rest = rest[:_MAX_SHOWN] + _LONG_DIGITS.sub("", rest[_MAX_SHOWN:])
             self._column -= len(rest)
         self._rest = rest
 
@@ -201,7 +204,7 @@ class JsonScan:
         if self._string_is_key:
             self._captured = [] if len(self._stack) == 1 else None
         elif self._expect in (_VALUE, _VALUE_OR_END):
-            self._captured = [] if self._at_model else None
+            self._captured = [] if self._at_key else None
         else:
             self._fail(text, at, f"a string where {_WANTED[self._expect]} should stand")
 
@@ -231,7 +234,7 @@ class JsonScan:
         raw = "".join(self._captured)
         content: str = json.loads(f'"{raw}"') if "\\" in raw else raw
         if self._string_is_key:
-            self._at_model = content == "model"
+            self._at_key = content == self._key
             self._expect = _COLON
         else:
             self._found = content
@@ -260,16 +263,16 @@ class JsonScan:
         return self._fail(text, at, f"{text[at]!r} where {_WANTED[self._expect]} should stand")
 
     def _take_scalar(self, written: str) -> None:
-        if self._at_model:
+        if self._at_key:
             self._found = None if written == "null" else NotAString(written[:_MAX_SHOWN])
         self._end_value()
 
     def _punctuate(self, text: str, at: int, char: str) -> None:
         expect = self._expect
         if char in "{[" and expect in (_VALUE, _VALUE_OR_END):
-            if self._at_model:
+            if self._at_key:
                 self._found = NotAString("an object" if char == "{" else "an array")
-                self._at_model = False
+                self._at_key = False
             if len(self._stack) == MAX_DEPTH:
                 self._fail(text, at, f"nested deeper than {MAX_DEPTH}")
             self._stack.append(ord(char))
@@ -290,7 +293,7 @@ class JsonScan:
         return self._expect == (_KEY_OR_END if char == "}" else _VALUE_OR_END)
 
     def _end_value(self) -> None:
-        self._at_model = False
+        self._at_key = False
         self._expect = _COMMA_OR_END if self._stack else _NOTHING
 
     def _pass_run(self, text: str, at: int) -> int:
@@ -299,9 +302,9 @@ class JsonScan:
         if expect <= _VALUE_OR_END:
             if not self._stack or self._stack[-1] != ord("["):
                 return at
-            run, expect = _ITEMS.match(text, at), _VALUE
+            run, expect = _ITEMS.match(text, at, at + _RUN_CHARS), _VALUE
         elif expect <= _KEY_OR_END and len(self._stack) > 1:
-            run, expect = _MEMBERS.match(text, at), _KEY
+            run, expect = _MEMBERS.match(text, at, at + _RUN_CHARS), _KEY
         else:
             return at
         if run is None:

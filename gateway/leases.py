@@ -75,7 +75,8 @@ class Lease:
     """This process's lease on one instance, shared by all its requests.
 
     It lives as long as a request uses it, and after the last inference request for the linger time, so that a
-    client that asks again at once meets a warm path. A retired lease serves those who have it and nobody new.
+    client that asks again at once meets a warm path, unless somebody waits for the instance's room. A retired
+    lease serves those who have it and nobody new.
     """
 
     __slots__ = (
@@ -142,6 +143,12 @@ class Lease:
             # One timer per linger time, not per request: it re-arms itself when the lease was used since.
             self._timer = self._loop.call_at(self._linger_until, self._on_timer)
 
+    def hurry(self) -> None:
+        """Don't linger: somebody waits for the instance's room."""
+        self._linger = self._linger_until = 0.0
+        self._stop_timer()
+        self.settle()
+
     def retire(self) -> None:
         """Serve nobody new, and don't linger."""
         self.retired = True
@@ -204,10 +211,11 @@ class Leases:
             del self._warm[lease.place.model]
         lease.retire()
 
-    def retire_all(self) -> None:
-        """Let every lease end with its last request."""
-        for instance in list(self._by_instance):
-            self.retire(instance)
+    def hurry(self, instance: str) -> None:
+        """Give a lease back as soon as no request uses it; none is fine."""
+        lease = self._by_instance.get(instance)
+        if lease is not None:
+            lease.hurry()
 
     def ids(self) -> dict[str, str]:
         """Return instance → the id that Redis most likely knows: ids are numbered, the latest grant wins."""
@@ -241,6 +249,14 @@ _RIGHT = range(200, 300)
 _BROKEN = frozenset({500, 502, 504})
 
 
+PEEK_MARK = "p"
+
+
+def is_peek(lease_id: str) -> bool:
+    """Return whether a lease was taken for peeks alone: no request of another kind shares such a one."""
+    return lease_id.endswith(PEEK_MARK)
+
+
 def number_of(ticket: str) -> int:
-    """Return the number in a ticket's id (`<gateway>.<number>`); a grant's lease has a `+` behind that."""
-    return int(ticket.rpartition(".")[2].rstrip("+"))
+    """Return the number in an id: `<gateway>.<number>`, a peek's with its mark, a grant's with a `+`."""
+    return int(ticket.rpartition(".")[2].rstrip(f"+{PEEK_MARK}"))

@@ -1,4 +1,4 @@
-"""The gateway role: one process, or several that share one listening socket."""
+"""The gateway role: one process, or several that share the listening sockets."""
 
 import ctypes
 import logging
@@ -11,7 +11,7 @@ import time
 import uvloop
 
 from llamastead.gateway.server import serve
-from llamastead.shared.ports import ListenError, listen
+from llamastead.shared.ports import ListenError, listen_on
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.errors import StoreUnreachable
 
@@ -26,42 +26,44 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 def run(settings: Settings, workers: int) -> int:
     """Serve until SIGTERM or SIGINT and return the exit code; SIGHUP never ends it.
 
-    With more than one worker this process only keeps that many children, which all accept on the one socket,
+    With more than one worker this process only keeps that many children, which all accept on its sockets,
     and passes signals on. 78: a wrong setting (said on one line of the log). 1: requests were cut at the
-    end, or Redis can't be reached.
+    end.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        listener = _listener(settings)
+        listeners = _listeners(settings)
         settings.inference_keys()
+        settings.check_tls()
+        settings.ui_settings()
     except (ListenError, SettingsError) as problem:
         log.error(str(problem))
         return os.EX_CONFIG
     if workers == 1:
-        return _serve(settings, listener)
-    return _Workers(settings, listener, workers).run()
+        return _serve(settings, listeners)
+    return _Workers(settings, listeners, workers).run()
 
 
-def _listener(settings: Settings) -> socket.socket:
-    if settings.listen_fd is None:
-        return listen(settings.host, settings.port)
-    return socket.socket(fileno=settings.listen_fd)
+def _listeners(settings: Settings) -> list[socket.socket]:
+    if not settings.listen_fd:
+        return listen_on(settings.host, settings.port, reuse_port=settings.reuse_port)
+    return [socket.socket(fileno=int(fd)) for fd in settings.listen_fd]
 
 
-def _serve(settings: Settings, listener: socket.socket) -> int:
+def _serve(settings: Settings, listeners: list[socket.socket]) -> int:
     try:
-        return uvloop.run(serve(settings, listener))
+        return uvloop.run(serve(settings, listeners))
     except StoreUnreachable as problem:
         log.error(str(problem))
-        return 1
+        return os.EX_CONFIG
 
 
 class _Workers:
     """The children of a gateway with several processes."""
 
-    def __init__(self, settings: Settings, listener: socket.socket, count: int) -> None:
+    def __init__(self, settings: Settings, listeners: list[socket.socket], count: int) -> None:
         self._settings = settings
-        self._listener = listener
+        self._listeners = listeners
         self._count = count
         self._pids: set[int] = set()
         self._stopping = False
@@ -79,7 +81,7 @@ class _Workers:
             code = os.waitstatus_to_exitcode(status)
             if code > 0:
                 worst = max(worst, code)
-            if code == 2:
+            if code == os.EX_CONFIG:
                 self._stop(signal.SIGTERM)  # it can't begin, nor can the others
             elif not self._stopping:
                 worst = 0
@@ -107,7 +109,9 @@ class _Workers:
         code = 1
         try:
             if os.getppid() == parent:
-                code = _serve(self._settings, self._listener)
+                code = _serve(self._settings, self._listeners)
+        except Exception:
+            log.exception("a worker failed")
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -115,7 +119,8 @@ class _Workers:
     def _stop(self, number: int) -> None:
         if not self._stopping:
             self._stopping = True
-            # The children close their copies of the socket; while ours is open, connections begin unheard.
-            self._listener.close()
+            # The children close their copies of the sockets; while ours are open, connections begin unheard.
+            for listener in self._listeners:
+                listener.close()
         for pid in self._pids:
             os.kill(pid, number)

@@ -1,7 +1,7 @@
 """One table of everything the gateway serves: what each route needs, may do and who may call it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from llamastead.shared.words import UseKind
@@ -25,13 +25,18 @@ class Serves(StrEnum):
     MODELS = "models"
     MODEL = "model"
     LOAD = "load"
+    DOWNLOAD = "download"
+    REMOVE = "remove"
     UNLOAD = "unload"
+    RELOAD = "reload"
     EVENTS = "events"
     PROPS = "props"
     QUEUE = "queue"
     METRICS = "metrics"
     PROCESS = "process"
     LOGS = "logs"
+    STREAM = "stream"
+    LOOKUP = "lookup"
     DISABLED = "disabled"
 
 
@@ -41,16 +46,21 @@ class Route:
 
     A path that ends in `/*` stands for itself followed by one more, possibly slashed, part. `may_load`: a
     model that is not loaded is loaded for it (a GET loads only with `?autoload=true`). `use` is None where no
-    model is involved.
+    model is involved. `streams`: a request may ask for its answer as a stream of events.
     """
 
     method: str
     path: str
     serves: Serves
     access: Access
-    needs_model: bool = False
     may_load: bool = False
     use: UseKind | None = None
+    streams: bool = False
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a request has to name a model."""
+        return self.serves is Serves.PROXY
 
 
 def _view(method: str, path: str, serves: Serves, access: Access = Access.INFERENCE) -> Route:
@@ -58,16 +68,20 @@ def _view(method: str, path: str, serves: Serves, access: Access = Access.INFERE
 
 
 def _inference(path: str) -> Route:
-    return Route("POST", path, Serves.PROXY, Access.INFERENCE, True, True, UseKind.INFERENCE)
+    return Route("POST", path, Serves.PROXY, Access.INFERENCE, may_load=True, use=UseKind.INFERENCE)
+
+
+def _generation(path: str) -> Route:
+    return replace(_inference(path), streams=True)
 
 
 def _control(path: str) -> Route:
     """A POST that sets something of an instance: it loads like any POST, but is no use of the model."""
-    return Route("POST", path, Serves.PROXY, Access.INFERENCE, True, True, UseKind.READ)
+    return Route("POST", path, Serves.PROXY, Access.INFERENCE, may_load=True, use=UseKind.READ)
 
 
 def _read(path: str, use: UseKind = UseKind.READ) -> Route:
-    return Route("GET", path, Serves.PROXY, Access.INFERENCE, True, False, use)
+    return Route("GET", path, Serves.PROXY, Access.INFERENCE, use=use)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -79,28 +93,38 @@ ROUTES: tuple[Route, ...] = (
     _view("GET", "/v1/models", Serves.MODELS),
     _view("GET", "/models/sse", Serves.EVENTS),
     _view("GET", "/v1/models/*", Serves.MODEL),
+    _view("POST", "/models", Serves.DOWNLOAD, Access.ADMIN),
+    _view("DELETE", "/models", Serves.REMOVE, Access.ADMIN),
     _view("POST", "/models/load", Serves.LOAD, Access.ADMIN),
     _view("POST", "/models/unload", Serves.UNLOAD, Access.ADMIN),
+    _view("POST", "/models/reload", Serves.RELOAD, Access.ADMIN),
     _view("GET", "/queue", Serves.QUEUE),
     _view("GET", "/metrics/gateway", Serves.PROCESS),
     _view("GET", "/logs/*", Serves.LOGS, Access.ADMIN),
     # Answered by the gateway, or by the instance with `?model=`.
-    Route("GET", "/props", Serves.PROPS, Access.INFERENCE, False, False, UseKind.PEEK),
-    Route("GET", "/metrics", Serves.METRICS, Access.INFERENCE, False, False, UseKind.PEEK),
+    Route("GET", "/props", Serves.PROPS, Access.INFERENCE, use=UseKind.PEEK),
+    # Older engines wake for their metrics, so a sleeper is not asked: see gateway/instance_metrics.py.
+    Route("GET", "/metrics", Serves.METRICS, Access.INFERENCE, use=UseKind.READ),
+    # Conversations: found in Redis, asked of their instance, whatever its model does now.
+    _view("GET", "/v1/stream", Serves.STREAM),
+    _view("GET", "/v1/stream/*", Serves.STREAM),
+    _view("DELETE", "/v1/stream", Serves.STREAM),
+    _view("DELETE", "/v1/stream/*", Serves.STREAM),
+    _view("POST", "/v1/streams/lookup", Serves.LOOKUP),
     # Features of llama-server that stay off behind a router.
     _view("GET", "/tools", Serves.DISABLED),
     _view("POST", "/tools", Serves.DISABLED),
     _view("GET", "/cors-proxy", Serves.DISABLED),
     _view("POST", "/cors-proxy", Serves.DISABLED),
-    _inference("/completion"),
-    _inference("/completions"),
-    _inference("/v1/completions"),
-    _inference("/chat/completions"),
-    _inference("/v1/chat/completions"),
-    _inference("/infill"),
-    _inference("/responses"),
-    _inference("/v1/responses"),
-    _inference("/v1/messages"),
+    _generation("/completion"),
+    _generation("/completions"),
+    _generation("/v1/completions"),
+    _generation("/chat/completions"),
+    _generation("/v1/chat/completions"),
+    _generation("/infill"),
+    _generation("/responses"),
+    _generation("/v1/responses"),
+    _generation("/v1/messages"),
     _inference("/audio/transcriptions"),
     _inference("/v1/audio/transcriptions"),
     _inference("/embedding"),
@@ -110,6 +134,7 @@ ROUTES: tuple[Route, ...] = (
     _inference("/reranking"),
     _inference("/v1/rerank"),
     _inference("/v1/reranking"),
+    _inference("/v1/systemone"),
     _inference("/tokenize"),
     _inference("/detokenize"),
     _inference("/apply-template"),
@@ -126,8 +151,14 @@ ROUTES: tuple[Route, ...] = (
     _read("/lora-adapters"),
 )
 
+# Any WebSocket whose path is not one of our own: like an inference POST, with its model in the query.
+WEBSOCKET = replace(_inference("/*"), method="GET")
+
 # Answered by the instance when a model is named.
 WITH_MODEL_PROXIED = frozenset({Serves.PROPS, Serves.METRICS})
+
+# Whoever watches a gateway need not know its prefix, and is answered however many clients there are.
+PROBES = frozenset({"/healthz", "/readyz"})
 
 # Open like llama-server's page and its assets, whether or not something is served there.
 OPEN_PATHS = frozenset({"/", "/index.html", "/favicon.ico", "/favicon.svg"})
@@ -155,3 +186,9 @@ class Router:
             if method == wanted and path.startswith(prefix) and len(path) > len(prefix):
                 return route, path[len(prefix) :]
         return None
+
+    def find_socket(self, path: str) -> Route | None:
+        """Return the route of a WebSocket at a path, None where the gateway itself answers that path."""
+        found = (self.find(method, path) for method in ("GET", "POST"))
+        ours = any(route is not None and route[0].serves is not Serves.PROXY for route in found)
+        return None if ours or path in OPEN_PATHS else WEBSOCKET

@@ -1,8 +1,10 @@
 """What the byte path asks of the rest of the gateway: a catalog of models and an admission desk."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from llamastead.shared.errors import ApiError
 from llamastead.shared.words import UseKind
 
 Scope = MutableMapping[str, Any]
@@ -29,6 +31,21 @@ class CatalogModel(Protocol):
     @property
     def leaving(self) -> bool:
         """True while its instance drains or stops: a request may find it, or have it loaded again."""
+        ...
+
+    @property
+    def timeouts(self) -> Mapping[str, float]:
+        """Its own time-outs by the name of the setting, in seconds, 0 for none."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """Our own word for the state of its instance, empty without one."""
+        ...
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """How far its load has come, in the engine's words; empty before it says so."""
         ...
 
 
@@ -86,20 +103,35 @@ class Claim(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class NoLoad:
+    """That a request may not have its model loaded: the error it gets then, and whether it may wake it."""
+
+    error: ApiError
+    may_wake: bool
+
+
 AnyClaim = TypeVar("AnyClaim", bound=Claim)
+
+
+def may_load() -> None:
+    """Return nothing against a load."""
 
 
 class Admission(Protocol[AnyClaim]):
     """Grants claims on instances, at once or after a wait in the queue."""
 
-    async def acquire(self, model: str, kind: UseKind, request_id: str) -> AnyClaim:
+    async def acquire(
+        self, model: str, kind: UseKind, request_id: str, no_load: Callable[[], NoLoad | None] = may_load
+    ) -> AnyClaim:
         """Return a claim on a ready instance of `model` (canonical name).
 
-        Raises ApiError; cancelled, it gives its ticket back.
+        `no_load` is asked where Redis is: a copy of the registry may be a moment behind, and only Redis knows
+        whether the model is still there. Raises ApiError; cancelled, it gives its ticket back.
         """
         ...
 
-    async def refused(self, claim: AnyClaim) -> AnyClaim:
+    async def refused(self, claim: AnyClaim, no_load: Callable[[], NoLoad | None] = may_load) -> AnyClaim:
         """Trade a claim whose address refused, before any answer came, for one on another instance.
 
         The old claim is closed here, also when this is cancelled. Raises ApiError.
@@ -116,9 +148,30 @@ class ProxiedRoute(Protocol):
         ...
 
     @property
+    def streams(self) -> bool:
+        """True when a request on it may ask for a stream of events."""
+        ...
+
+    @property
     def use(self) -> UseKind | None:
         """What a request on it is to the scheduler; never None where the proxy is called."""
         ...
+
+
+class AnswerCut(Exception):  # noqa: N818
+    """An answer that had begun can't be finished: the connection must close without a clean end."""
+
+
+def owner_of(scope: Scope) -> str:
+    """Return the short name of the client's key, empty where none is asked for."""
+    found: str = scope["state"]["owner"](scope["headers"])
+    return found
+
+
+def probes(scope: Scope) -> bool:
+    """Return whether the client's key may not have a model loaded."""
+    found: bool = scope["state"]["probes"](scope["headers"])
+    return found
 
 
 def request_id(scope: Scope) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import math
 import signal
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 import uvicorn
 
 from llamastead.gateway.app import App
-from llamastead.gateway.auth import Keys
-from llamastead.gateway.edge import EdgeProtocol
+from llamastead.gateway.edge import EdgeProtocol, look_at_clients
 from llamastead.gateway.files import most_clients
+from llamastead.gateway.keyfile import follow_key_file, read_keys
 from llamastead.gateway.last_call import HEARD_S, accept_waiting
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.runtime import Gateway, open_gateway
+from llamastead.gateway.sockets import MESSAGE_BYTES, Sockets
 from llamastead.shared.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ KEEP_ALIVE_S = 75
 class Server(uvicorn.Server):
     """uvicorn's server with our own signals and our own order of leaving.
 
-    First signal: readiness says 503, nothing new is accepted, endless event streams end, requests in flight
-    have until the stop-timeout, then they are cut. Second signal: they are cut now.
+    First signal: readiness says 503; after the drain-wait nothing new is accepted, endless event streams end,
+    requests in flight have until the stop-timeout, then they are cut. Second signal: they are cut now.
     """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
@@ -40,8 +42,12 @@ class Server(uvicorn.Server):
     def ask_stop(self) -> None:
         """Begin to leave; asked again, leave at once."""
         if self._gateway.draining.is_set():
-            self.force_exit = True
+            self.force_exit = self.should_exit = True
+            return
         self._gateway.draining.set()
+        asyncio.get_running_loop().call_later(self._gateway.settings.drain_wait, self._exit)
+
+    def _exit(self) -> None:
         self.should_exit = True
 
     @contextlib.contextmanager
@@ -56,7 +62,7 @@ class Server(uvicorn.Server):
         for server in self.servers:
             server.close()
         for newcomer in newcomers:
-            await loop.connect_accepted_socket(self._protocol, newcomer)
+            await loop.connect_accepted_socket(self._protocol, newcomer, ssl=self.config.ssl)
         # uvicorn closes connections without a request: not one whose request is on its way.
         await asyncio.sleep(HEARD_S)
         self._gateway.events.close()
@@ -72,38 +78,59 @@ class Server(uvicorn.Server):
         return EdgeProtocol(config=self.config, server_state=self.server_state, app_state={})
 
 
-async def serve(settings: Settings, listener: socket.socket) -> int:
+async def serve(settings: Settings, listeners: list[socket.socket]) -> int:
     """Serve until a signal asks to stop; return the exit status: 1 when requests had to be cut."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it tells at start and end, we tell
-    keys = Keys(
-        tuple(sorted(settings.inference_keys())), tuple(key.get_secret_value() for key in settings.admin_keys)
-    )
+    keys = read_keys(settings)
+    clients = most_clients()
     async with open_gateway(settings) as gateway:
-        proxy = Proxy(gateway.catalog, gateway.admission, gateway.pools, settings)
+        gateway.pools.most = max(1, clients // 2)  # whatever one instance takes, the others have room
+        parts = (gateway.catalog, gateway.admission, gateway.pools, settings)
+        proxy = Proxy(*parts, gateway.conversations, gateway.tally)
         config = uvicorn.Config(
-            App(gateway, proxy, keys),
+            App(gateway, proxy, keys, Sockets(proxy, gateway.admission, settings)),
             loop="none",
             http=EdgeProtocol,
-            ws="none",
+            ws="websockets-sansio",
+            ws_max_size=MESSAGE_BYTES,
+            ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=most_clients(),
+            ssl_keyfile=settings.ssl_key_file,
+            ssl_certfile=settings.ssl_cert_file,
+            limit_concurrency=clients,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=math.ceil(settings.stop_timeout),
         )
         server = Server(config, gateway)
+        gateway.clients.connections, gateway.clients.limit = server.server_state.connections, clients
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.ask_stop)
-        log.info("gateway listens", extra={"gateway": gateway.id, "address": _address(listener)})
-        await server.serve([listener])
+        where = ", ".join(map(_address, listeners))
+        log.info("gateway listens", extra={"gateway": gateway.id, "address": where})
+        if not keys.inference and any(reaches_others(one.getsockname()) for one in listeners):
+            log.warning("no key is asked for, and other machines may reach this address: set --api-key")
+        async with asyncio.TaskGroup() as tasks:
+            beside = (
+                tasks.create_task(follow_key_file(settings, keys)),
+                tasks.create_task(look_at_clients(server.server_state.connections)),
+            )
+            await server.serve(listeners)
+            for task in beside:
+                task.cancel()
         await gateway.pools.close()
     if server.cut:
         log.warning("requests were cut", extra={"requests": server.cut})
     return 1 if server.cut else 0
+
+
+def reaches_others(name: object) -> bool:
+    """Return whether a socket of this name is for other machines too: on TCP, and not on loopback."""
+    return isinstance(name, tuple) and not ipaddress.ip_address(name[0].partition("%")[0]).is_loopback
 
 
 def _address(listener: socket.socket) -> str:

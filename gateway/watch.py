@@ -48,7 +48,7 @@ class ClientWatch:
         self._watcher = self._loop.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self._receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
             pass
         if self._inside is not None:
             self._gone = True

@@ -17,13 +17,13 @@ _BODILESS = (204, 304)
 class AnswerWriter:
     """The answer to one request of a connection; keeps uvicorn's record of it, the cycle, up to date."""
 
-    __slots__ = ("_bodiless", "_cycle", "_held", "_left")
+    __slots__ = ("_bodiless", "_chunked", "_cycle", "_held", "_left")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._held = b""
-        self._bodiless = False
-        self._left: int | None = None  # bytes of the body to come, None when it goes out in chunks
+        self._bodiless = self._chunked = False
+        self._left: int | None = None  # bytes of the body to come, None when nobody said
 
     async def __call__(self, message: Message) -> None:
         """Take one ASGI message; wait while the client reads too slowly, drop it when the client has gone."""
@@ -44,7 +44,9 @@ class AnswerWriter:
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         cycle = self._cycle
         cycle.response_started = True
-        cycle.waiting_for_100_continue = False
+        if cycle.waiting_for_100_continue:
+            # Nobody told the client to send its body: what comes next may be that or another request.
+            cycle.waiting_for_100_continue = cycle.keep_alive = False
         parts = [STATUS_LINE[status]]
         said_close = False
         for name, value in (*cycle.default_headers, *headers):
@@ -57,7 +59,9 @@ class AnswerWriter:
             parts.append(b"connection: close\r\n")
         if cycle.scope["method"] == "HEAD" or status in _BODILESS:
             self._bodiless, self._left = True, 0
-        elif self._left is None:
+        elif self._left is None and cycle.scope["http_version"] != "1.0":
+            # A client of HTTP/1.0 knows no chunks: its answer ends with the connection.
+            self._chunked = True
             parts.append(b"transfer-encoding: chunked\r\n")
         parts.append(b"\r\n")
         return b"".join(parts)
@@ -66,12 +70,12 @@ class AnswerWriter:
         cycle = self._cycle
         if self._bodiless:
             body = b""
-        elif self._left is None:
+        elif self._chunked:
             if body:
                 body = b"%x\r\n%b\r\n" % (len(body), body)
             if not more:
                 body += b"0\r\n\r\n"
-        else:
+        elif self._left is not None:
             self._left -= len(body)
             if self._left < 0 or (self._left and not more):
                 raise RuntimeError("the body's length is not what Content-Length says")

@@ -2,11 +2,16 @@
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
+from collections.abc import Sequence
+from itertools import pairwise
 
 from redis.exceptions import RedisError
 
+from llamastead.measure_worker.leftovers import clean_up
+from llamastead.measure_worker.outage import Outage
 from llamastead.shared import log as logs
 from llamastead.shared.jobs import DOWNLOAD, MEASURE, import_rq
 from llamastead.shared.settings import Settings
@@ -28,6 +33,8 @@ def run(settings: Settings) -> int:
     signal.signal(
         signal.SIGHUP, lambda *_: None
     )  # a handler, not SIG_IGN: children must not inherit deafness
+    if token := hub_token(settings.instance_args):
+        os.environ.setdefault("HF_TOKEN", token)
     keys = Keys(settings.redis_prefix)
     try:
         asyncio.run(_check(settings.redis_url))
@@ -37,6 +44,12 @@ def run(settings: Settings) -> int:
     except RedisError as error:
         log.error("%s", explain(settings.redis_url, error))
     return 1
+
+
+def hub_token(words: Sequence[str]) -> str:
+    """Return the hub's token among the options for all instances, "" without one: downloads use it too."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    return next((value for name, value in pairwise(parts) if name in ("--hf-token", "-hft")), "")
 
 
 async def _check(url: str) -> None:
@@ -53,10 +66,13 @@ def _work(settings: Settings, keys: Keys) -> int:
     from llamastead.measure_worker.worker import MeasureWorker, TableJob
 
     TableJob.keys, TableJob.run_dir = keys, settings.run_dir
+    if left := clean_up(settings.run_dir):
+        log.info("what killed jobs left is cleaned up", extra={"jobs": left})
     worker = MeasureWorker(
         [MEASURE, DOWNLOAD],
         keys,
         settings.host_id,
+        Outage(settings.redis_url),
         name=f"{settings.host_id}-{secrets.token_hex(4)}",
         connection=connect_sync(settings.redis_url),
         job_class=TableJob,

@@ -9,10 +9,12 @@ TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "invalid_request_error",
     409: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     502: "server_error",
@@ -38,7 +40,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON body: llama-server's shape, its `code` equal to the HTTP status."""
         kind = TYPES.get(self.status, "server_error")
-        return {"error": {"code": self.status, "message": self.message, "type": kind, **self.fields}}
+        # It may quote a client's text, and JSON can hold halves of characters, which UTF-8 can't.
+        message = self.message.encode(errors="backslashreplace").decode()
+        return {"error": {"code": self.status, "message": message, "type": kind, **self.fields}}
 
     def to_json(self) -> str:
         """Return it as JSON text, as it travels in settled tickets and answers to commands."""

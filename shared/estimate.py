@@ -1,16 +1,20 @@
 """What a model takes, reckoned from its GGUF header: instant, and less exact than a measurement.
 
 The formula follows llama.cpp's own allocations: weights, one cache per layer, recurrent states, and the
-compute buffers of one micro-batch. It is made for a model that lies on one device whole.
+compute buffers of one micro-batch. It is made for a model that lies on one device whole, but for what its
+options keep on the host.
 """
 
+import contextlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llamastead.shared.figures import MIB, Parts
-from llamastead.shared.gguf import GgufError, read_values, shard_files
+from llamastead.shared.devices.device import MIB
+from llamastead.shared.figures import Parts
+from llamastead.shared.gguf import GgufError, read_values, shard_files, tensor_sizes
 
 FIT_CONTEXT = 4096
 """The smallest context that the engine's --fit chooses by default."""
@@ -30,13 +34,22 @@ _BLOCK = {
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2}
 # Architectures whose figures were compared with real loads.
 _KNOWN = frozenset({"llama", "qwen2", "qwen3", "gemma3", "mamba"})
+# Values of --load-mode that read the weights into pages of the process itself.
+_NOT_MAPPED = frozenset({"none", "dio", "mlock"})
+# A tensor of a layer, and whether it is one of experts as the engine tells them apart.
+_LAYER = re.compile(r"blk\.(\d+)\.(ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.)?")
+_ALL = 1 << 30
 # On top of what is not known better: a file of unknown kind, its caches and buffers.
 _ALLOWANCE, _ALLOWANCE_MIB = 1.2, 512
 
 
 @dataclass(frozen=True)
 class Use:
-    """The options that matter, as an instance gets them. `context` 0 means the model's own."""
+    """The options that matter, as an instance gets them. `context` 0 means the model's own.
+
+    `host_experts` is of how many layers, from the first, the experts stay on the host; `gpu_layers` how many,
+    from the last, go to a GPU, the output counted as one (None: all).
+    """
 
     context: int = 0
     sequences: int = 4
@@ -47,6 +60,8 @@ class Use:
     flash: bool = True
     full_swa: bool = False
     mapped: bool = True
+    host_experts: int = 0
+    gpu_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,17 +69,21 @@ class Estimate:
     """Parts at the context asked for; `context` is that context as the engine would round it, None when
     nothing but the size of the file is known. `source` says how far to trust it: `estimate` for architectures
     that were compared with real loads, `rough` for others, `file size` where the header tells nothing.
+    `on_host` is what of the parts the options keep on the host where the rest goes to a GPU.
     """
 
     parts: Parts
     context: int | None
     source: str
+    on_host: Parts = field(default_factory=Parts)
 
 
 def read_use(options: Mapping[str, str]) -> Use:
     """Return what an instance's options say; a value that the engine would refuse counts as unsaid."""
     sequences = _number(options, "parallel", -1)
     flag = {"1", "true", "on", "enabled"}
+    layers = _number(options, "n-gpu-layers", -1)
+    every = options.get("cpu-moe", "0") in flag
     return Use(
         context=max(0, _number(options, "ctx-size", 0)),
         sequences=sequences if sequences > 0 else 4,
@@ -74,43 +93,78 @@ def read_use(options: Mapping[str, str]) -> Use:
         batch=_number(options, "ubatch-size", 512),
         flash=options.get("flash-attn", "auto") not in {"off", "0", "false"},
         full_swa=options.get("swa-full", "0") in flag,
-        mapped=options.get("mmap", "1") in flag and options.get("load-mode", "auto") not in {"none", "dio"},
+        mapped=options.get("mmap", "1") in flag and options.get("load-mode", "auto") not in _NOT_MAPPED,
+        host_experts=_ALL if every else max(0, _number(options, "n-cpu-moe", 0)),
+        gpu_layers=layers if layers >= 0 else None,
     )
 
 
-def training_context(path: Path) -> int | None:
-    """Return the context a model was trained for, None where its header does not tell."""
-    try:
-        shape = _Shape(read_values(path))
-    except (GgufError, KeyError):
-        return None
-    return shape.get("context_length") or None
+class Weights:
+    """The files of a model, looked at once for any use of it."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is the first shard. Raises OSError when its files aren't there."""
+        self._path = path
+        self._size = sum(file.stat().st_size for file in shard_files(path))
+        self._shape: _Shape | None = None
+        with contextlib.suppress(GgufError, KeyError):
+            self._shape = _Shape(read_values(path))
+
+    @property
+    def training_context(self) -> int | None:
+        """Return the context the model was trained for, None where its header does not tell."""
+        return (self._shape and self._shape.get("context_length")) or None
+
+    def estimate(self, use: Use) -> Estimate:
+        """Return what the model takes when used so. Raises GgufError for a shard that isn't there."""
+        shape, size = self._shape, self._size
+        if shape is None or shape.layers <= 0 or shape.embedding <= 0:
+            return Estimate(_by_size(size, use), None, "file size")
+        context = use.context or self.training_context or FIT_CONTEXT
+        cells = _cells(context, use)
+        parts = Parts(
+            model=size,
+            mapped=size if use.mapped else 0,
+            context=_caches(shape, cells, use) + _recurrent(shape, use),
+            compute=_compute(shape, cells, use),
+        )
+        source = "estimate" if shape.architecture in _KNOWN else "rough"
+        return Estimate(parts, context, source, _on_host(self._path, shape, parts, use))
 
 
 def estimate(path: Path, use: Use) -> Estimate:
     """Return what the model at `path` (its first shard) takes. Raises OSError when its files aren't there."""
-    size = sum(file.stat().st_size for file in shard_files(path))
-    try:
-        shape = _Shape(read_values(path))
-    except (GgufError, KeyError):
-        return Estimate(_by_size(size, use), None, "file size")
-    context = use.context or shape.get("context_length") or FIT_CONTEXT
-    if shape.layers <= 0 or shape.embedding <= 0:
-        return Estimate(_by_size(size, use), None, "file size")
-    cells = _cells(context, use)
-    parts = Parts(
-        model=size,
-        mapped=size if use.mapped else 0,
-        context=_caches(shape, cells, use) + _recurrent(shape, use),
-        compute=_compute(shape, cells, use),
-    )
-    source = "estimate" if shape.architecture in _KNOWN else "rough"
-    return Estimate(parts, context, source)
+    return Weights(path).estimate(use)
+
+
+def _on_host(path: Path, shape: "_Shape", parts: Parts, use: Use) -> Parts:
+    """Return what stays on the host of a model that goes to a GPU otherwise."""
+    below = 0 if use.gpu_layers is None else min(shape.layers, max(0, shape.layers + 1 - use.gpu_layers))
+    if not below and not use.host_experts:
+        return Parts()
+    size = 0
+    for name, amount in tensor_sizes(path).items():
+        match = _LAYER.match(name)
+        if match and int(match[1]) < (max(below, use.host_experts) if match[2] else below):
+            size += amount
+    context = parts.context * below // shape.layers
+    return Parts(model=size, mapped=size if use.mapped else 0, context=context)
 
 
 def projector_parts(path: Path) -> Parts:
-    """Return what a projector takes: its weights and about as much again to work on an image."""
-    return Parts(projector=2 * path.stat().st_size + 64 * MIB)
+    """Return what a projector takes: its weights, and the buffers of one image. Raises OSError.
+
+    Where its header does not tell the size of an image, as much again as the weights and a bit more.
+    """
+    size = path.stat().st_size
+    try:
+        values = read_values(path)
+        names = ("image_size", "patch_size", "embedding_length", "feed_forward_length")
+        image, patch, width, feed_forward = (int(values[f"clip.vision.{name}"]) for name in names)
+        buffers = 4 * ((image // patch) ** 2 + 1) * (2 * feed_forward + 8 * width)
+    except (GgufError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        buffers = size + 64 * MIB
+    return Parts(projector=size + buffers)
 
 
 class _Shape:
@@ -196,15 +250,27 @@ def _recurrent(shape: _Shape, use: Use) -> int:
 
 
 def _compute(shape: _Shape, cells: int, use: Use) -> int:
+    """Return the buffers of one micro-batch: the widest layer's, and the masks of its attention."""
     batch = use.batch
-    feed_forward = shape.get("feed_forward_length") or shape.get("expert_feed_forward_length")
-    masked = cells if use.unified else cells // use.sequences
-    size = 4 * batch * (2 * feed_forward + 8 * shape.embedding) + 2 * batch * masked
+    size = 4 * batch * _widest(shape)
+    if not shape.heads:
+        return size
+    size += 2 * batch * (cells if use.unified else cells // use.sequences)
     if shape.get("attention.sliding_window"):
         size += 2 * batch * _window(shape, cells, use) // (1 if use.unified else use.sequences)
     if not use.flash:
         size += round(4 * batch * shape.heads * cells * 0.95)
     return size
+
+
+def _widest(shape: _Shape) -> int:
+    """Return how many values the layers hold per token at once; factors as engines were seen to allocate."""
+    feed_forward = shape.get("feed_forward_length")
+    recurrent = shape.get("ssm.inner_size") * 13 // 2
+    used = shape.get("expert_used_count")
+    experts = used * 3 * (shape.get("expert_feed_forward_length") or feed_forward) + 5 * shape.embedding
+    dense = 2 * feed_forward + 8 * shape.embedding if shape.heads else 0
+    return max(dense, recurrent, experts if used else 0)
 
 
 def _row(values: int, kind: str) -> int:

@@ -7,10 +7,12 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llamastead.shared.files import is_file
 
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """File names of a model in several files: stem, number and count."""
@@ -22,6 +24,7 @@ _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _POOLING: Mapping[int | None, str] = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _MAX_DIMENSIONS = 4
+_ALIGNMENT = 32  # of tensors, where the header doesn't say
 _SHORT_ARRAY = 4096  # per-layer values are worth keeping, vocabularies are not
 
 
@@ -65,13 +68,21 @@ def shard_files(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{index:05}-of-{count}.gguf") for index in range(1, int(count) + 1)]
 
 
+def tensor_sizes(path: Path) -> Mapping[str, int]:
+    """Return the bytes of each tensor of the model at `path` (its first shard), padding included.
+
+    Raises GgufError, also for a missing shard.
+    """
+    return {name: size for file in shard_files(path) for name, size in _read_header(file).tensors.items()}
+
+
 def read_metadata(path: Path, mmproj: Path | None = None) -> GgufMetadata:
     """Return what the model at `path` (its first shard) says of itself, modalities with its projector's.
 
     Takes milliseconds, 0.1 s with 250 000 tokens. Raises GgufError, also for a missing shard.
     """
     files = shard_files(path)
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing := [file.name for file in files if not is_file(file)]:
         raise GgufError(f"{', '.join(missing)} not found in {path.parent}")
     headers = [_read_header(file) for file in files]
     values = headers[0].values
@@ -108,11 +119,23 @@ def _projector_modalities(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Header:
-    """Scalars, strings and short arrays by key, all arrays by their length, and the number of weights."""
+    """Scalars, strings and short arrays by key, all arrays by their length, the number of weights, and bytes
+    by tensor.
+    """
 
     values: Mapping[str, Any]
     lengths: Mapping[str, int]
     n_params: int
+    tensors: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor: how many values it has, and where it begins behind the header."""
+
+    name: str
+    n_params: int
+    offset: int
 
 
 def _read_header(path: Path) -> _Header:
@@ -152,7 +175,16 @@ class _Reader:
                     values[key] = short
             else:
                 values[key] = self._string() if kind == _STRING else self._scalar(kind)
-        return _Header(values, lengths, sum(self._tensor_size() for _ in range(n_tensors)))
+        tensors = [self._tensor() for _ in range(n_tensors)]
+        return _Header(values, lengths, sum(t.n_params for t in tensors), self._bytes(tensors, values))
+
+    def _bytes(self, tensors: Sequence["_Tensor"], values: Mapping[str, Any]) -> dict[str, int]:
+        """Return the bytes from each tensor to the next one, or to the file's end."""
+        step = _integer(values, "general.alignment") or _ALIGNMENT
+        begins = -(-self._position // step) * step
+        ordered = sorted(tensors, key=lambda tensor: tensor.offset)
+        ends = [tensor.offset for tensor in ordered[1:]] + [max(0, len(self._data) - begins)]
+        return {t.name: max(0, end - t.offset) for t, end in zip(ordered, ends, strict=False)}
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
         values = struct.unpack_from(layout, self._data, self._position)
@@ -194,12 +226,12 @@ class _Reader:
             position += 8 + unpack(data, position)[0]
         self._position = position
 
-    def _tensor_size(self) -> int:
-        """Go past a tensor's description and return how many values it has."""
-        self._string()
+    def _tensor(self) -> "_Tensor":
+        """Go past a tensor's description and return it."""
+        name = self._string()
         (n_dimensions,) = self._unpack("<I")
         if n_dimensions > _MAX_DIMENSIONS:
             raise GgufError(f"has a tensor of {n_dimensions} dimensions")
         shape = self._unpack(f"<{n_dimensions}Q")
-        self._unpack("<IQ")
-        return math.prod(shape)
+        _, offset = self._unpack("<IQ")
+        return _Tensor(name, math.prod(shape), offset)

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 _PLAIN = frozenset(vars(logging.LogRecord("", 0, "", 0, "", (), None))) | {"message", "asctime", "taskName"}
 _BARE = re.compile(r'[^\s"=]+')
-_QUIET = ("httpx", "httpcore", "asyncio", "rq", "rq.worker", "uvicorn.access")
+QUIET = ("httpx", "httpcore", "asyncio", "rq", "rq.worker", "uvicorn.access")
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
@@ -64,6 +64,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False, default=str)
 
 
+OURS = (TextFormatter, JsonFormatter)
+"""What tells a handler that `setup` made from others."""
+
+
 def setup(level: str, log_format: str, role: str, stream: TextIO | None = None) -> None:
     """Send all logs of this process to `stream` (default: standard error).
 
@@ -75,6 +79,6 @@ def setup(level: str, log_format: str, role: str, stream: TextIO | None = None) 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for name in _QUIET:
+    for name in QUIET:
         logging.getLogger(name).setLevel(logging.NOTSET if level == "debug" else logging.WARNING)
     logging.captureWarnings(True)

@@ -16,13 +16,33 @@ class ListenError(Exception):
     """The address can't be listened on; the message is one line: why, who holds it, what to do."""
 
 
-def listen(host: str, port: int) -> socket.socket:
+def addresses_of(host: str) -> list[str]:
+    """Return the addresses and socket paths that a `--host` names, separated by commas."""
+    return [part.strip() for part in host.split(",") if part.strip()]
+
+
+def listen_on(host: str, port: int, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Return a listening socket for each address in `host`, all of TCP on one port. Raises ListenError."""
+    made: list[socket.socket] = []
+    try:
+        for one in addresses_of(host) or [host]:
+            made.append(listen(one, port, reuse_port=reuse_port))
+            if not port and made[-1].family != socket.AF_UNIX:
+                port = made[-1].getsockname()[1]
+    except ListenError:
+        for listener in made:
+            listener.close()
+        raise
+    return made
+
+
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Return a listening socket: a unix one if `host` ends in `.sock`, else TCP. Raises ListenError.
 
-    A socket file that nobody answers on any more is replaced.
+    A socket file that nobody answers on any more is replaced. `reuse_port` lets others listen there as well.
     """
     try:
-        return _listen_unix(host) if host.endswith(".sock") else _listen_tcp(host, port)
+        return _listen_unix(host) if host.endswith(".sock") else _listen_tcp(host, port, reuse_port)
     except OSError as problem:
         where = host if host.endswith(".sock") else f"port {port} on {host}"
         if problem.errno != errno.EADDRINUSE:
@@ -58,13 +78,15 @@ def command_of(pid: int) -> str:
     return " ".join(word.decode(errors="replace") for word in words if word) or f"[{name}]"
 
 
-def _listen_tcp(host: str, port: int) -> socket.socket:
+def _listen_tcp(host: str, port: int, reuse_port: bool) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:

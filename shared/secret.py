@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from functools import cache
 from pathlib import Path
 
 
@@ -16,15 +17,21 @@ def read_or_make_herd_secret(path: Path) -> bytes:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(32) + "\n")
         try:
+            draft.touch(mode=0o600)
+            draft.write_text(secrets.token_hex(32) + "\n")
             os.link(draft, path)
         except FileExistsError:
             pass
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
     return read_herd_secret(path)
+
+
+@cache
+def kept_herd_secret(path: Path) -> bytes:
+    """Return what `read_or_make_herd_secret` does, read once: who may open no more files still has it."""
+    return read_or_make_herd_secret(path)
 
 
 def read_herd_secret(path: Path) -> bytes:

@@ -28,7 +28,6 @@ class WireStatus(StrEnum):
     LOADED = "loaded"
     SLEEPING = "sleeping"
     DOWNLOADING = "downloading"
-    DOWNLOADED = "downloaded"
 
 
 WIRE_STATUS: Mapping[InstanceState, WireStatus] = {
@@ -47,6 +46,20 @@ WIRE_STATUS: Mapping[InstanceState, WireStatus] = {
 """What a model is called on the wire while its instance is in a state: not gone means loaded."""
 
 
+class ConversationState(StrEnum):
+    """Where a resumable conversation is: waiting for its model, answering to its client, answering to nobody,
+    or over in one of four ways.
+    """
+
+    QUEUED = "queued"
+    STREAMING = "streaming"
+    DETACHED = "detached"
+    DONE = "done"
+    STOPPED = "stopped"
+    EXPIRED = "expired"
+    LOST = "lost"
+
+
 class EndClass(StrEnum):
     """Why an instance ended."""
 
@@ -59,6 +72,23 @@ class EndClass(StrEnum):
     CRASHED = "crashed"
     KILLED = "killed"
     LOST = "lost"
+
+
+class JobState(StrEnum):
+    """How far a job of the worker has come."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class DownloadState(StrEnum):
+    """How far a download has come."""
+
+    PLANNING = "planning"
+    DOWNLOADING = "downloading"
+    PLACING = "placing"
 
 
 class UseKind(StrEnum):
@@ -90,6 +120,7 @@ class WaitReason(StrEnum):
     LEAVING = "leaving"
     STOP_FAILED = "stop_failed"
     BACK_OFF = "back_off"
+    DOWNLOADING = "downloading"
     MEASURING = "measuring"
     VICTIM = "victim"
     RELEASING = "releasing"

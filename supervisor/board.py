@@ -4,7 +4,7 @@ may go.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 _TOLD_BY_ENGINE = frozenset({InstanceState.LOADING, InstanceState.WAKING, InstanceState.STOP_FAILED})
 # A sentence with a countdown in it is not written more often than this, however often facts are read.
 _SENTENCE_LASTS_S = 1.0
+_STANDING = ("pid", "evictable", "spared", "changed")
 _NO_WAIT: Fields = dict.fromkeys(
     ("wait_reason", "wait", "wait_for", "wait_until_ms", "wait_since_ms", "wait_rank_ms", "wait_ordered"), ""
 )
@@ -46,6 +47,10 @@ class Board:
     _states: dict[str, InstanceState] = field(default_factory=dict)
     _progress: dict[str, dict[str, Any]] = field(default_factory=dict)
     _standing: dict[str, dict[str, str | int]] = field(default_factory=dict)
+
+    def inherit(self, waiting: Iterable[str]) -> None:
+        """Note the models of which an earlier leader wrote that they are waited for."""
+        self._waits.update({model: _Told() for model in waiting})
 
     async def show(self, state: State, now: float) -> None:
         """Bring Redis in line with the core's state; `now` is monotonic seconds."""
@@ -76,7 +81,9 @@ class Board:
             self._progress[instance.id] = progress
 
     async def _show_standing(self, state: State, now: float) -> None:
-        """Write of each model with an instance its pid and what keeps it from being sent away."""
+        """Write of each model with an instance its pid, what keeps it from being sent away, and whether its
+        preset has changed since it started.
+        """
         verdicts = spared(state, now)
         standing: dict[str, dict[str, str | int]] = {}
         for instance in state.instances.values():
@@ -88,13 +95,14 @@ class Board:
                 "spared": verdict or "",
             }
             if instance.model in state.models:
+                fields["changed"] = int(instance.revision != state.models[instance.model].revision)
                 standing[instance.model] = fields
         for model, fields in standing.items():
             if self._standing.get(model) != fields:
                 await self.store.put_model(model, fields)
         for model in self._standing.keys() - standing.keys():
             if model in state.models:
-                await self.store.put_model(model, dict.fromkeys(("pid", "evictable", "spared"), ""))
+                await self.store.put_model(model, dict.fromkeys(_STANDING, ""))
         self._standing = standing
 
     async def _show_waits(self, state: State, now: float) -> None:

@@ -1,6 +1,7 @@
 """Between Redis time and the supervisor's monotonic clock."""
 
 import time
+from collections.abc import Mapping
 
 DRIFT_S = 0.5
 
@@ -10,20 +11,43 @@ class RedisClock:
 
     The offset is moved only when it is off by more than half a second: small jitter of a look must not
     reorder arrivals that a look before has shown.
+
+    Whoever set Redis's clock back left moments that are yet to come by it. They have passed: they are taken
+    as the clock before said, or as just now by a supervisor that did not see that one.
     """
 
     def __init__(self) -> None:
         self._offset: float | None = None
+        self._before: float | None = None
+        self._ends: dict[str, float] = {}
 
     def seen(self, redis_ms: int) -> None:
         """Note that Redis just said it is `redis_ms`."""
         offset = time.monotonic() - redis_ms / 1000
         if self._offset is None or abs(offset - self._offset) > DRIFT_S:
+            if self._offset is not None and offset > self._offset:
+                self._before = self._offset
             self._offset = offset
 
     def monotonic(self, redis_ms: int) -> float:
-        """Return monotonic seconds of a moment in Redis time."""
-        return redis_ms / 1000 + self._need()
+        """Return monotonic seconds of a moment of the past in Redis time."""
+        now, told = time.monotonic(), redis_ms / 1000
+        if told + self._need() <= now + DRIFT_S:
+            return told + self._need()
+        if self._before is None or told + self._before > now:
+            self._before = now - told
+        return told + self._before
+
+    def ends(self, ends_ms: Mapping[str, int]) -> Mapping[str, float]:
+        """Return when each of these waits, by name, ends in monotonic seconds, as it was at first sight.
+
+        So a clock that is set ahead ends nobody's wait.
+        """
+        self._ends = {
+            name: known if (known := self._ends.get(name)) is not None else end_ms / 1000 + self._need()
+            for name, end_ms in ends_ms.items()
+        }
+        return self._ends
 
     def redis_ms(self, monotonic: float) -> int:
         """Return Redis milliseconds of a moment in monotonic seconds."""

@@ -1,31 +1,37 @@
 """What gateways and jobs ask of the supervisor: the `commands` stream, turned into events and answers."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llamastead.shared.addresses import Address
 from llamastead.shared.errors import ApiError
 from llamastead.shared.store.connect import BLOCK_MS
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Command
 from llamastead.supervisor.core.events import LoadOrdered, TurnsAway, UnloadOrdered, Unresponsive
+from llamastead.supervisor.downloads import Downloads
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.health import refuses
 from llamastead.supervisor.logfiles import log_path, read_log
+from llamastead.supervisor.removing import Removing
 
 log = logging.getLogger(__name__)
 
 LOOK_VERBS = frozenset({"demand", "left", "idle"})
 LOG_LINES_MAX = 10_000
+AT_WORK_S = 1.0  # well below the time for which a gateway waits
 
 
 class Commands:
     """Reads commands while this supervisor leads, hands orders to the driver, answers what needs no decision.
 
     `on_metadata` is told the identity of a file whose metadata a job has read, `on_measured` file identity
-    and preset of what a job has measured; `socket_of` is where an instance listens.
+    and preset of what a job has measured; `address_of` is where an instance listens; `on_reload` has the
+    registry read again for a command and answers it then, with what runs restarted or not.
     """
 
     def __init__(
@@ -34,13 +40,19 @@ class Commands:
         run_dir: Path,
         on_metadata: Callable[[str], Awaitable[bool]],
         on_measured: Callable[[str, str], None],
-        socket_of: Callable[[str], Path | None],
+        address_of: Callable[[str], Address | None],
+        on_reload: Callable[[str, bool], None],
+        downloads: Downloads,
+        removing: Removing,
     ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._on_metadata = on_metadata
         self._on_measured = on_measured
-        self._socket_of = socket_of
+        self._address_of = address_of
+        self._on_reload = on_reload
+        self._downloads = downloads
+        self._removing = removing
         self._asked_by: dict[str, str] = {}
 
     async def answer(self, command: str, payload: Mapping[str, Any]) -> None:
@@ -48,6 +60,13 @@ class Commands:
         gateway = self._asked_by.pop(command, None)
         if gateway is not None:
             await self._store.answer(command, gateway, payload)
+
+    async def tell_at_work(self) -> None:
+        """Tell gateways what is still being done for them, until cancelled: they wait while they hear so."""
+        while True:
+            await asyncio.sleep(AT_WORK_S)
+            if self._asked_by:
+                await self._store.at_work(self._asked_by)
 
     async def run(self, driver: Driver) -> None:
         """Read until cancelled."""
@@ -67,11 +86,13 @@ class Commands:
                 await self._on_metadata(command.fields["identity"])
             elif command.verb == "measured":
                 self._on_measured(command.fields["identity"], command.fields["preset"])
+            elif command.verb == "planned":
+                self._downloads.look()
             elif command.verb == "broken":
                 errors = command.fields["errors"]
                 reason = f"answered {errors} requests with errors and none right since its load"
                 driver.put(Unresponsive(command.fields["instance"], reason))
-            elif command.verb == "refused" and refuses(self._socket_of(command.fields["instance"])):
+            elif command.verb == "refused" and await refuses(self._address_of(command.fields["instance"])):
                 driver.put(TurnsAway(command.fields["instance"]))
             await self._store.done([command.id])
             return
@@ -82,10 +103,20 @@ class Commands:
         model = command.fields.get("model", "")
         match command.verb:
             case "load":
-                driver.put(LoadOrdered(model, command.id))
+                driver.put(LoadOrdered(model, command.id, command.again))
             case "unload":
                 force = command.fields.get("force") == "1"
-                driver.put(UnloadOrdered(model, command.id, force, command.fields.get("instance") or None))
+                if not await self._downloads.cancel(command.id, model, force=force):
+                    instance = command.fields.get("instance") or None
+                    driver.put(UnloadOrdered(model, command.id, force, instance, command.again))
+            case "reload":
+                self._on_reload(command.id, command.fields.get("apply") == "1")
+            case "download":
+                await self._downloads.order(command.id, model, again=command.again)
+            case "remove":
+                # What is on its way is called off for all; what is here is removed.
+                if not await self._downloads.cancel(command.id, model, force=True):
+                    self._removing.order(command.id, model, again=command.again)
             case "logs":
                 await self._answer_logs(command, model)
             case _:

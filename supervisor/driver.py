@@ -4,11 +4,21 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.board import Board
 from llamastead.supervisor.clock import RedisClock
-from llamastead.supervisor.core.events import Event, Observed, Tick
+from llamastead.supervisor.core.actions import Answer
+from llamastead.supervisor.core.events import (
+    Adopted,
+    Event,
+    Found,
+    LoadOrdered,
+    Observed,
+    RecoveryDone,
+    Tick,
+)
 from llamastead.supervisor.core.state import Claims, Demand, State
 from llamastead.supervisor.core.step import step
 from llamastead.supervisor.effects import Effects
@@ -24,6 +34,8 @@ class Driver:
 
     Facts are read (`look`) after the actions of earlier events are carried out, when something told us to,
     and every `reread` seconds in any case: streams and callbacks only say when to look, never what is true.
+    `know` is told the models that an event is about before the core decides on them: it returns what the core
+    is to be told of them first, if anything.
     `looked_ms` is Redis's time of the facts that the core took in last. `empty` is set while there is no
     instance and nothing told that is not taken yet.
     """
@@ -36,13 +48,16 @@ class Driver:
         board: Board,
         clock: RedisClock,
         reread: float,
+        know: Callable[[Collection[str]], Awaitable[Event | None]],
     ) -> None:
         self.state = state
+        self._know = know
         self._store = store
         self._effects = effects
         self._clock = clock
         self._reread = reread
         self._events: deque[Event] = deque()
+        self._answers: deque[Answer] = deque()
         self._awake = asyncio.Event()
         self.empty = asyncio.Event()
         self._look_wanted = True
@@ -73,6 +88,8 @@ class Driver:
                 wake_at = await self._advance(facts)
                 self.looked_ms = facts_ms
             await self._board.show(self.state, time.monotonic())
+            while self._answers:
+                await self._effects.perform(self._answers.popleft())
             if self.state.instances or self._events:
                 self.empty.clear()
             else:
@@ -87,25 +104,32 @@ class Driver:
 
     async def _advance(self, event: Event) -> float:
         """Step with the event and each outcome of the actions it led to; return when to wake."""
-        pending: deque[Event] = deque((event,))
+        first = await self._know(models) if (models := _models_of(event)) else None
+        pending: deque[Event] = deque((first, event) if first is not None else (event,))
         wake_at = float("inf")
         while pending:
             taken = step(self.state, pending.popleft(), time.monotonic())
             self.state = taken.state
             wake_at = taken.wake_at if taken.wake_at is not None else float("inf")
             for action in taken.actions:
-                pending.extend(await self._effects.perform(action))
+                if isinstance(action, Answer):
+                    # Not before what it promises is in Redis: the next leader knows of nothing else.
+                    self._answers.append(action)
+                else:
+                    pending.extend(await self._effects.perform(action))
         return wake_at
 
     async def _observe(self) -> tuple[int, Observed]:
         """Return the facts and Redis's time of them."""
         facts = await self._store.observe()
         self._clock.seen(facts.now_ms)
+        ends = self._clock.ends({t.id: t.deadline_ms for each in facts.queue.values() for t in each.tickets})
+        now = time.monotonic()
         demands = {
             model: Demand(
                 self._clock.monotonic(entry.first_ms),
                 len(entry.tickets),
-                tuple(entry.expired),
+                tuple(ticket.id for ticket in entry.tickets if ends[ticket.id] <= now),
                 tuple(ticket.request_id for ticket in entry.tickets[:REQUESTS_NAMED]),
             )
             for model, entry in facts.queue.items()
@@ -127,3 +151,16 @@ class Driver:
             except TimeoutError:
                 pass
         self._awake.clear()
+
+
+def _models_of(event: Event) -> Collection[str]:
+    """Return the models whose figures may matter from this event on."""
+    match event:
+        case Observed():
+            return event.demands
+        case RecoveryDone():
+            return event.ordered
+        case LoadOrdered() | Found() | Adopted():
+            return (event.model,)
+        case _:
+            return ()

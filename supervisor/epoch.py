@@ -31,10 +31,15 @@ def write_epoch(path: Path, number: int) -> bool:
 
     Written in place under the lock: a holder takes the same lock on the same file before it starts its
     engine, so a rename would let the two lock different files. The fixed width makes it one short write.
+    Raises OSError naming the file.
     """
-    with _locked(path) as descriptor:
-        if int(os.pread(descriptor, 32, 0) or 0) > number:
-            return False
-        os.pwrite(descriptor, b"%020d\n" % number, 0)
-        os.fsync(descriptor)
-        return True
+    try:
+        with _locked(path) as descriptor:
+            if int(os.pread(descriptor, 32, 0) or 0) > number:
+                return False
+            os.pwrite(descriptor, b"%020d\n" % number, 0)
+            os.fsync(descriptor)
+            return True
+    except OSError as error:
+        error.filename = str(path)
+        raise

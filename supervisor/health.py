@@ -7,10 +7,11 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 
+from llamastead.shared.addresses import Address, TcpAddress, UnixAddress
+from llamastead.shared.disk import is_shortage
 from llamastead.shared.words import InstanceState
 from llamastead.supervisor.core.events import Event, Unresponsive
 from llamastead.supervisor.core.state import State
@@ -18,23 +19,39 @@ from llamastead.supervisor.core.state import State
 log = logging.getLogger(__name__)
 
 MISSES = 3
+# Also one that drains, since somebody else may have told it to stop, and it finishes what it has.
+_MAY_REFUSE = frozenset({InstanceState.DRAINING, InstanceState.STOPPING})
+_PROBED = _MAY_REFUSE | {InstanceState.READY}
+CONNECT_S = 1.0  # to a port of this host
 
 
-def refuses(address: Path | None) -> bool:
-    """Return whether nobody listens on a unix socket. A full queue of connections is no refusal; nothing
-    blocks.
-    """
-    if address is None:
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        return probe.connect_ex(str(address)) in (errno.ECONNREFUSED, errno.ENOENT)
+async def refuses(address: Address | None) -> bool:
+    """Return whether nobody listens there. A full queue of connections is no refusal."""
+    match address:
+        case None:
+            return False
+        case UnixAddress(path):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+                return probe.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
+        case TcpAddress(host, port):
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    _, writer = await asyncio.open_connection(host, port)
+            except ConnectionRefusedError:
+                return True
+            except OSError:
+                return False
+            writer.close()
+            return False
 
 
 class Health:
-    """Probes every ready instance each `every` seconds; three misses in a row are reported once.
+    """Probes every instance that serves or finishes each `every` seconds; three misses in a row are reported
+    once.
 
     /health is answered by the engine's HTTP threads, busy slots or not, so silence means a hung process. A
-    hung instance holds up nobody's probe but its own.
+    hung instance holds up nobody's probe but its own. One that drains or stops may refuse; it may not be
+    silent, nor answer nothing.
     """
 
     def __init__(self, every: float, tell: Callable[[Event], None]) -> None:
@@ -42,14 +59,16 @@ class Health:
         self._tell = tell
         self._misses: dict[str, int] = {}
 
-    async def run(self, state: Callable[[], State], socket_of: Callable[[str], Path | None]) -> None:
-        """Probe until cancelled; `state` is the core's latest, `socket_of` where an instance listens."""
+    async def run(self, state: Callable[[], State], address_of: Callable[[str], Address | None]) -> None:
+        """Probe until cancelled; `state` is the core's latest, `address_of` where an instance listens."""
         while True:
             await asyncio.sleep(self._every)
-            ready = [i.id for i in state().instances.values() if i.state is InstanceState.READY]
-            self._misses = {instance: self._misses.get(instance, 0) for instance in ready}
-            answers = await asyncio.gather(*(self._answers(socket_of(instance)) for instance in ready))
-            for instance, answered in zip(ready, answers, strict=True):
+            probed = {i.id: i.state in _MAY_REFUSE for i in state().instances.values() if i.state in _PROBED}
+            self._misses = {instance: self._misses.get(instance, 0) for instance in probed}
+            answers = await asyncio.gather(
+                *(self.answers(address_of(instance), may_refuse) for instance, may_refuse in probed.items())
+            )
+            for instance, answered in zip(probed, answers, strict=True):
                 self._count(instance, answered)
 
     def _count(self, instance: str, answered: bool) -> None:
@@ -63,13 +82,19 @@ class Health:
                 Unresponsive(instance, f"did not answer /health {MISSES} times, {self._every:g} s each")
             )
 
-    async def _answers(self, address: Path | None) -> bool:
+    async def answers(self, address: Address | None, may_refuse: bool) -> bool:
+        """Probe once; what is no fault of the instance counts as an answer."""
         if address is None:
             return True
         # Without certificates to check, no certificate store is read for each probe.
-        transport = httpx.AsyncHTTPTransport(uds=str(address), verify=False)
+        uds = address.path if isinstance(address, UnixAddress) else None
+        base = "http://instance" if isinstance(address, UnixAddress) else f"http://{address.authority}"
+        transport = httpx.AsyncHTTPTransport(uds=uds, verify=False)
         try:
             async with httpx.AsyncClient(transport=transport, timeout=self._every) as client:
-                return (await client.get("http://instance/health")).status_code == 200
+                return (await client.get(f"{base}/health")).status_code == 200
+        except httpx.ConnectError as error:
+            # That we can open no more files is nothing that an instance could be blamed for.
+            return may_refuse or is_shortage(error)
         except httpx.HTTPError:
             return False

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-VERSION = 1
+VERSION = 2  # 2: a spec has an `address`. Fields are only ever added, and unknown ones are ignored
 
 
 class HolderError(Exception):
@@ -43,7 +44,8 @@ class HolderExit:
 
     Exactly one of `code` and `signal` is a number. `tail` are its last 50 lines; `phase` is how far it had
     come (starting, loading, ready, sleeping); `asked` says that a stop had begun, `killed` that it took a
-    KILL, `orphaned` that the holder stopped it because no supervisor was there.
+    KILL, `orphaned` that the holder stopped it because no supervisor was there. `samples` are the numbers of
+    its page of metrics as its holder saw them last, "" if it did not ask.
     """
 
     code: int | None
@@ -53,6 +55,7 @@ class HolderExit:
     asked: bool
     killed: bool
     orphaned: bool
+    samples: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class HolderView:
     """Everything a holder says of itself. What an instance has is None as long as it is a spare.
 
     `phase` is spare, starting, loading, ready, sleeping, stopping or exited. `state` and `payload` are the
-    last state line, `ready_payload` that of the first ready; `pid` is the engine's.
+    last state line, `ready_payload` that of the first ready; `pid` is the engine's. `place` and `needs` are
+    those of the order to start it, "" and None where a holder of an earlier version doesn't tell.
     """
 
     phase: str
@@ -88,6 +92,8 @@ class HolderView:
     spec_hash: str | None
     pid: int | None
     address: str | None
+    place: str
+    needs: Mapping[str, int] | None
     epoch: int
     state: str | None
     payload: Any
@@ -105,6 +111,7 @@ def exit_of(message: Mapping[str, Any]) -> HolderExit:
         asked=message["asked"],
         killed=message["killed"],
         orphaned=message.get("orphaned", False),
+        samples=message.get("samples", ""),
     )
 
 
@@ -119,6 +126,8 @@ def view_of(message: Mapping[str, Any]) -> HolderView:
         spec_hash=message["spec_hash"],
         pid=message["pid"],
         address=message["address"],
+        place=message.get("place") or "",
+        needs=message.get("needs"),
         epoch=message["epoch"],
         state=message["state"],
         payload=message["payload"],
@@ -138,6 +147,7 @@ class Link(asyncio.Protocol):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.holder_pid = 0
         self.view: HolderView | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._received = b""
@@ -146,6 +156,8 @@ class Link(asyncio.Protocol):
         self._told: tuple[str | None, Any] = (None, None)
         self._over = False
         self._waits: list[tuple[Callable[[HolderView], bool], asyncio.Future[HolderView]]] = []
+        self._asked_at: float | None = None
+        self._when_gone: Callable[[], None] | None = None
 
     @property
     def connected(self) -> bool:
@@ -157,6 +169,11 @@ class Link(asyncio.Protocol):
         """Whether the holder can be talked to and has something to hold."""
         return self.connected and not self._over
 
+    @property
+    def unheard_s(self) -> float:
+        """For how many seconds it has owed us an answer; 0 when it said something since we asked."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
     def deliver(self, take: Callable[[HolderEvent], None]) -> None:
         """Hand over what was held, and from now on every event at once."""
         self._take = take
@@ -167,6 +184,8 @@ class Link(asyncio.Protocol):
     def send(self, kind: str, **fields: Any) -> None:
         """Send one message; nothing happens when the connection is gone."""
         if self._transport is not None:
+            if kind == "hello":  # what is always answered
+                self._asked_at = self._asked_at or time.monotonic()
             self._transport.write(json.dumps({"v": VERSION, "type": kind, **fields}).encode() + b"\n")
 
     async def until(self, test: Callable[[HolderView], bool]) -> HolderView:
@@ -182,9 +201,21 @@ class Link(asyncio.Protocol):
         self._waits.append((test, future))
         return await future
 
+    def let_go(self, when_gone: Callable[[], None]) -> None:
+        """Expect the holder, which is told to leave, to hang up, and call `when_gone` then; no event follows.
+
+        From a holder that refuses to leave we hang up.
+        """
+        self._over = True
+        if self._transport is None:
+            when_gone()
+        else:
+            self._when_gone = when_gone
+
     def close(self) -> None:
         """Hang up; the holder lives on, and no event follows."""
         self._over = True
+        self._when_gone = None
         if self._transport is not None:
             self._transport.close()
 
@@ -196,12 +227,15 @@ class Link(asyncio.Protocol):
         """Part of asyncio.Protocol."""
         self._transport = None
         self._fail_waits(HolderError(f"the holder of {self.folder.name} went away"))
+        if self._when_gone is not None:
+            self._when_gone()
         if not self._over:
             self._over = True
             self._tell(HolderLost())
 
     def data_received(self, data: bytes) -> None:
         """Part of asyncio.Protocol."""
+        self._asked_at = None
         *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
             self._on_message(json.loads(line))
@@ -222,6 +256,8 @@ class Link(asyncio.Protocol):
                 refusal = HolderRefused(message["op"], message["why"], message["epoch"])
                 self._fail_waits(HolderError(refusal.why))
                 self._tell(refusal)
+                if self._when_gone is not None:
+                    self.close()
 
     def _on_hello(self, view: HolderView) -> None:
         first, self.view = self.view is None, view
@@ -254,6 +290,8 @@ class Link(asyncio.Protocol):
             self._tell(end)
 
     def _tell(self, event: HolderEvent) -> None:
+        if self._when_gone is not None:
+            return
         if self._take is None:
             self._held.append(event)
         else:

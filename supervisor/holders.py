@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from llamastead.shared.disk import is_shortage, unusable
+from llamastead.shared.faults import VARIABLE, fault_point, faults_folder
 from llamastead.supervisor.holder_link import (
     HolderError,
     HolderEvent,
@@ -31,6 +36,7 @@ from llamastead.supervisor.holder_record import (
     remove_folder,
 )
 from llamastead.supervisor.launch import InstanceSpec
+from llamastead.supervisor.reserve import Reserve
 
 __all__ = [
     "HolderError",
@@ -51,10 +57,15 @@ __all__ = [
     "remove_folder",
 ]
 
+log = logging.getLogger(__name__)
+
 PROGRAM = Path(__file__).resolve().parent / "holder"
 LONGEST_SOCKET_PATH = 107  # sun_path of unix(7), less its final zero
 ANSWER_S = 10.0
-PASSED_ON = ("PATH", "LD_LIBRARY_PATH")  # what the interpreter itself may need
+LEAST_ANSWER_S = 2.0
+"""For an answer to a leader who takes over, from a holder that owes one for longer than that already."""
+# What the interpreter itself may need, and fault points where they are on.
+PASSED_ON = ("PATH", "LD_LIBRARY_PATH", *((VARIABLE,) if faults_folder() else ()))
 
 
 def check_socket_path(path: Path) -> None:
@@ -80,10 +91,14 @@ class Holders:
         self._epoch: int | None = None
         self._leader = False
         self._links: dict[str, Link] = {}
+        self._let_go: set[Link] = set()  # told to leave, and not gone yet
+        self._owe_since: dict[str, float] = {}  # who was silent when we hung up, and since when (monotonic)
         self._models: dict[str, str] = {}
         self._early_orders: dict[str, list[tuple[str, dict[str, object]]]] = {}
         self._spare: Link | None = None
         self._starting_spare = asyncio.Lock()
+        self._children: set[int] = set()  # started here and not reaped: their pids are theirs
+        self.reserve = Reserve()
 
     def set_leadership(self, epoch: int | None, leader: bool) -> None:
         """Tell every holder, later ones too, who speaks; a leader's number makes them refuse lower ones."""
@@ -94,12 +109,21 @@ class Holders:
     def look_again(self) -> None:
         """Have every holder tell its state once more; what is new to us becomes events."""
         for link in self._links.values():
-            self._say_hello(link)
+            if not link.unheard_s:
+                self._say_hello(link)
+
+    def silent(self, for_s: float) -> list[str]:
+        """Return the instances whose holder has owed us an answer for so many seconds: it hangs."""
+        return [
+            instance for instance, link in self._links.items() if link.connected and link.unheard_s > for_s
+        ]
 
     async def start_spare(self) -> None:
         """Start a holder ahead, unless one waits already. Raises HolderError."""
         async with self._starting_spare:
             if self._spare is None or not self._spare.open:
+                if self._spare is not None:
+                    remove_folder(self._spare.folder)
                 self._spare = await self._start_holder(self._folder / f"{SPARE_PREFIX}{secrets.token_hex(6)}")
 
     async def start(self, spec: InstanceSpec) -> HolderView:
@@ -135,10 +159,14 @@ class Holders:
         link.send("start", epoch=self._epoch, spec=spec.message())
         for op, fields in then:
             link.send(op, epoch=self._epoch, **fields)
+        fault_point("start.ordered")
         try:
             async with asyncio.timeout(ANSWER_S):
                 view = await link.until(lambda view: view.instance == spec.instance)
         except TimeoutError:
+            # Woken later, it would start what nobody waits for any more.
+            if link.holder_pid in self._children:
+                os.kill(link.holder_pid, signal.SIGKILL)
             raise HolderError(f"the holder of {spec.instance} did not answer within {ANSWER_S} s") from None
         link.folder = spec.folder
         self._deliver(spec.instance, link)
@@ -159,8 +187,14 @@ class Holders:
         """Let the holder of an ended instance remove its folder and leave."""
         self._order(instance, "forget")
         if link := self._links.pop(instance, None):
-            link.close()
+            self._let_go.add(link)
+            link.let_go(partial(self._gone, link))
         self._models.pop(instance, None)
+
+    def _gone(self, link: Link) -> None:
+        self._let_go.discard(link)
+        # Killed after it told the end, it can't do that itself.
+        remove_folder(link.folder)
 
     def dismiss_spare(self) -> None:
         """Let the spare leave, if one waits."""
@@ -184,8 +218,17 @@ class Holders:
         elif instance in self._early_orders:
             self._early_orders[instance].append((op, fields))
 
-    async def adopt(self, folder: Path) -> HolderView | None:
-        """Connect to the holder that lives in `folder` and return what it says; None when none answers.
+    async def watch(self, folder: Path) -> None:
+        """Connect to the holder that lives in a folder, if one does, and don't wait for what it says."""
+        link = await self._connect(folder)
+        if link is not None:
+            self._say_hello(link)
+            self._links[folder.name] = link
+            self._deliver(folder.name, link)
+
+    async def adopt(self, folder: Path, nonce: str = "") -> HolderView | None:
+        """Connect to the holder that lives in `folder` and return what it says; None when none answers, or
+        one of another instance, or with another nonce than this one ("": none was written down).
 
         From then on its events arrive, first of all the state it is in. A spare is looked at and left alone.
         """
@@ -193,15 +236,26 @@ class Holders:
         if link is None:
             return None
         self._say_hello(link)
+        # A lead that ends before all have answered is followed by another: they are not waited for anew.
+        since = self._owe_since.setdefault(folder.name, time.monotonic())
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(max(LEAST_ANSWER_S, since + ANSWER_S - time.monotonic())):
                 view = await link.until(lambda _: True)
         except (TimeoutError, HolderError):
             link.close()
+            del self._owe_since[folder.name]
             return None
+        except asyncio.CancelledError:
+            link.close()
+            raise
+        del self._owe_since[folder.name]
         if view.instance is None:
             link.close()
             return view
+        if view.instance != folder.name or (nonce and view.nonce != nonce):
+            log.warning("a holder is not who it should be", extra={"instance": folder.name})
+            link.close()
+            return None
         self._links[view.instance] = link
         self._models[view.instance] = view.model or ""
         self._deliver(view.instance, link)
@@ -209,9 +263,14 @@ class Holders:
 
     def close(self) -> None:
         """Hang up everywhere; instances live on for their orphan grace."""
-        for link in self._all_links():
+        for instance, link in self._links.items():
+            if link.connected and link.unheard_s:
+                self._owe_since.setdefault(instance, time.monotonic() - link.unheard_s)
+        for link in (*self._all_links(), *self._let_go):
             link.close()
         self._links, self._spare = {}, None
+        self._let_go.clear()
+        self.reserve.release()
 
     def _all_links(self) -> list[Link]:
         return [*self._links.values(), *([self._spare] if self._spare else [])]
@@ -227,32 +286,47 @@ class Holders:
         path = folder / "h.sock"
         check_socket_path(path)
         try:
-            folder.mkdir(mode=0o700, parents=True)
+            with self.reserve.at_hand():
+                pid, link = await self._make_holder(folder, path)
+        except OSError as error:
+            raise HolderError(f"can't start a holder: {unusable(folder, error)}") from error
+        if link is None:
+            raise HolderError(f"the holder in {folder} ended at once: see {folder / 'holder.err'}")
+        link.holder_pid = pid
+        self._say_hello(link)
+        return link
+
+    async def _make_holder(self, folder: Path, path: Path) -> tuple[int, Link | None]:
+        folder.mkdir(mode=0o700, parents=True)
+        try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(path))
                 path.chmod(0o600)
                 listener.listen(16)
-                self._spawn(folder, listener)
-                link = await self._connect(folder)
-        except OSError as error:
-            raise HolderError(f"can't start a holder in {folder}: {error.strerror}") from error
-        if link is None:
-            raise HolderError(f"the holder in {folder} ended at once: see {folder / 'holder.err'}")
-        self._say_hello(link)
-        return link
+                pid = self._spawn(folder, listener)
+                try:
+                    return pid, await self._connect(folder)
+                except OSError:
+                    os.kill(pid, signal.SIGKILL)  # nobody would ever talk to it
+                    raise
+        except OSError:
+            _remove_unused(folder)
+            raise
 
     async def _connect(self, folder: Path) -> Link | None:
         loop = asyncio.get_running_loop()
         try:
             _, link = await loop.create_unix_connection(lambda: Link(folder), str(folder / "h.sock"))
-        except OSError:
+        except OSError as error:
+            if is_shortage(error):
+                raise  # it may well live: whom nobody answers for, we end
             return None
         return link
 
     def _say_hello(self, link: Link) -> None:
         link.send("hello", epoch=self._epoch, role="leader" if self._leader else "standby")
 
-    def _spawn(self, folder: Path, listener: socket.socket) -> None:
+    def _spawn(self, folder: Path, listener: socket.socket) -> int:
         interpreter = getattr(sys, "_base_executable", sys.executable)
         pid = os.posix_spawn(
             interpreter,
@@ -272,7 +346,15 @@ class Holders:
             # A session of its own: what is typed at our terminal, or sent to our group, does not end models.
             setsid=True,
         )
-        self._reap_when_over(pid)
+        self._children.add(pid)
+        try:
+            self._reap_when_over(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            self._children.discard(pid)
+            raise
+        return pid
 
     def _reap_when_over(self, pid: int) -> None:
         loop, handle = asyncio.get_running_loop(), os.pidfd_open(pid)
@@ -280,7 +362,18 @@ class Holders:
         def reap() -> None:
             loop.remove_reader(handle)
             os.close(handle)
+            self._children.discard(pid)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
         loop.add_reader(handle, reap)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove the folder of a holder that was told nothing yet, without opening it: there may be no file for
+    that.
+    """
+    with contextlib.suppress(OSError):
+        for name in ("h.sock", "holder.err"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()

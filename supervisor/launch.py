@@ -4,13 +4,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from llamastead.shared.addresses import Address, TcpAddress, UnixAddress
+from llamastead.shared.files import is_file
 from llamastead.shared.secret import instance_key
+from llamastead.shared.settings import NEVER_S
 from llamastead.supervisor.engine import Engine
 from llamastead.supervisor.logfiles import log_path
+from llamastead.supervisor.placement import ANYWHERE, Spot
 from llamastead.supervisor.registry.model import ModelEntry
 from llamastead.supervisor.registry.options import OptionTable
 from llamastead.supervisor.registry.render import command_words
@@ -35,11 +39,12 @@ _PASSED = frozenset(
     | {"HF_ENDPOINT", "MODEL_ENDPOINT", "SSL_CERT_FILE", "SSL_CERT_DIR"}
     | {name for proxy in ("http_proxy", "https_proxy", "no_proxy") for name in (proxy, proxy.upper())}
 )
-# Locale, devices and their drivers, threads.
-_PASSED_PREFIXES = (
-    *("LC_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "AMD_", "VK_", "GGML_", "OMP_", "GOMP_"),
+DEVICE_PREFIXES = (
+    *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_", "AMD_", "VK_", "GGML_"),
     *("ONEAPI_", "SYCL_", "ZE_", "ZES_"),
 )
+"""Variables that say which devices there are and how they are used; none of them is a secret."""
+_PASSED_PREFIXES = (*DEVICE_PREFIXES, "LC_", "OMP_", "GOMP_")
 
 
 class LaunchError(Exception):
@@ -59,7 +64,10 @@ class LaunchSettings(Protocol):
 class InstanceSpec:
     """Everything a holder needs to start one instance; `message` is the `spec` of its `start` order.
 
+    `address` is where it listens; `socket` is its unix socket, or where that would be, in its folder.
     `spec_hash` tells what is started apart from what another spec would start, without holding the key.
+    `place` is the device it is put on whole, `needs` what is booked for it: kept by its holder for a
+    supervisor whose Redis has lost that.
     """
 
     instance: str
@@ -71,15 +79,13 @@ class InstanceSpec:
     env: Mapping[str, str]
     cwd: str
     socket: str
+    address: str
     stop_timeout_s: float
     orphan_grace_s: float
     log_path: str
     log_bytes: int
-
-    @property
-    def address(self) -> str:
-        """Where gateways reach the instance."""
-        return f"unix:{self.socket}"
+    place: str = ""
+    needs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -88,7 +94,7 @@ class InstanceSpec:
 
     def message(self) -> dict[str, Any]:
         """Return the spec as JSON-ready values."""
-        return {**asdict(self), "argv": list(self.argv), "env": dict(self.env)}
+        return {**asdict(self), "argv": list(self.argv), "env": dict(self.env), "needs": dict(self.needs)}
 
 
 def build_spec(
@@ -102,29 +108,49 @@ def build_spec(
     environ: Mapping[str, str],
     *,
     context: int | None = None,
+    spot: Spot = ANYWHERE,
+    spared_mib: Mapping[str, int] = {},
+    fit: bool = True,
     cache_ram_mib: int = CACHE_RAM_MIB,
+    listen: TcpAddress | None = None,
 ) -> InstanceSpec:
-    """Return how to start `entry` as `instance`. Nothing is touched on disk.
+    """Return how to start `entry` as `instance`. Nothing on disk is changed.
 
     `engine` is the one of the entry if it names its own; `environ` is the supervisor's environment; `context`
-    is what memory allows where the entry leaves that open; `cache_ram_mib` is for entries that say nothing.
-    Raises LaunchError for a model without a model, an option that this engine lacks, a socket path that is
-    too long.
+    is what memory allows where the entry leaves that open, `spot` which devices it is shown,
+    `spared_mib` what is to stay free of those, by the ledger's names,
+    `fit` whether the engine is to fit what is left open into memory;
+    `cache_ram_mib` is for entries that say nothing;
+    `listen` is where on TCP it listens instead of its unix socket.
+    Raises LaunchError for a model without a model or with files missing, an option that this engine lacks, a
+    socket path that is too long.
     """
     folder = run_dir / "i" / instance
     socket = str(folder / "e.sock")
+    address: Address = listen or UnixAddress(socket)
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES:
         raise LaunchError(f"{socket} is too long for a unix socket; use a shorter --run-dir")
     if not any(map(selects_model, entry.options)):
         raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
+    # The engine would only find out after it has read the weights.
+    if missing := [str(file) for file in entry.files[1:] if not is_file(file)]:
+        raise LaunchError(f"{entry.name} can't be loaded: {', '.join(missing)} not found")
     if unknown := [name for name in entry.options if name not in engine.options]:
         raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")
-    options = instance_options(entry, engine.options, socket, environ, cache_ram_mib)
-    if context is not None:
-        options.setdefault("ctx-size", str(context))
+    options = instance_options(entry, engine.options, address, environ, cache_ram_mib)
+    options = spot.placed(options)
+    if not fit and "fit" in engine.options and engine.options["fit"].env not in environ:
+        options.setdefault("fit", "off")
+    if "fit-target" in engine.options and engine.options["fit-target"].env not in environ:
+        # Its own default would have it leave out layers for a margin that is not ours.
+        left = [str(spared_mib[own]) for own in spot.names.values() if own in spared_mib]
+        if left:
+            options.setdefault("fit-target", ",".join(left if len({*left}) > 1 else left[:1]))
+    if context is not None and options.get("ctx-size", "0") == "0":
+        options["ctx-size"] = str(context)
     words = command_words(options, engine.options)
     argv = (str(engine.path), *words)
-    env = {**instance_environment(environ, engine.options), **entry.env}
+    env = {**spot.environment(instance_environment(environ, engine.options), engine.options), **entry.env}
     env["XDG_CONFIG_HOME"] = str(
         folder / "config"
     )  # never made: the engine finds no settings of its own there
@@ -140,6 +166,7 @@ def build_spec(
         env=env,
         cwd=str(Path.cwd()),
         socket=socket,
+        address=str(address),
         stop_timeout_s=settings.stop_timeout if entry.stop_timeout is None else entry.stop_timeout,
         orphan_grace_s=settings.orphan_grace,
         log_path=str(log_path(run_dir, entry.name)),
@@ -150,7 +177,7 @@ def build_spec(
 def instance_options(
     entry: ModelEntry,
     table: OptionTable,
-    socket: str,
+    address: Address,
     environ: Mapping[str, str],
     cache_ram_mib: int = CACHE_RAM_MIB,
 ) -> dict[str, str]:
@@ -163,15 +190,22 @@ def instance_options(
     unsaid = {
         name: value for name, value in defaults.items() if name in table and table[name].env not in environ
     }
+    where = (
+        {"host": address.path}
+        if isinstance(address, UnixAddress)
+        else {"host": address.host, "port": str(address.port)}
+    )
     forced = {
-        "host": socket,
+        **where,
         "alias": entry.name,
         "metrics": "1",
         "log-verbosity": str(_verbosity(entry.options.get("log-verbosity"))),
         "log-colors": "off",
         "cors-origins": "localhost",
     }
-    options = {name: value for name, value in entry.options.items() if name not in SILENCING}
+    options = {name: value for name, value in entry.start_options.items() if name not in SILENCING}
+    if options.get("timeout") in ("0", "-1"):  # no limit here; the engine would give up at once
+        options["timeout"] = f"{NEVER_S:.0f}"
     return unsaid | options | {name: value for name, value in forced.items() if name in table}
 
 

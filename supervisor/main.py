@@ -7,26 +7,32 @@ import os
 import secrets
 import signal
 
+import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from llamastead.shared import log as logs
+from llamastead.shared.disk import unusable
+from llamastead.shared.faults import fault_point
 from llamastead.shared.jobs import Jobs
 from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.connect import check, connect, explain
 from llamastead.shared.store.errors import StaleLeader, StoreError, StoreUnreachable
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
+from llamastead.supervisor.clock import RedisClock
 from llamastead.supervisor.configuration import Configuration
 from llamastead.supervisor.engine import EngineError
 from llamastead.supervisor.epoch import read_epoch, write_epoch
 from llamastead.supervisor.holder_link import HolderEvent
 from llamastead.supervisor.holder_record import instance_folders
 from llamastead.supervisor.holders import Holders
+from llamastead.supervisor.parts import Lead
 from llamastead.supervisor.registry.model import RegistryError
 from llamastead.supervisor.registry.options import OptionError
-from llamastead.supervisor.reign import Lead, OverError, Reign
+from llamastead.supervisor.reign import OverError, Reign
 from llamastead.supervisor.seat import Seat
+from llamastead.supervisor.web_ui import unpack
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class Supervisor:
         self._won: LeaderStore | None = None
         self._seat = Seat(settings.run_dir / "leader")
         self._trouble = ""
+        self._clock = RedisClock()
         self._holders = Holders(settings.run_dir, self._on_holder_event)
         self.stop, self.leave, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -56,40 +63,60 @@ class Supervisor:
         for warning in await check(self._redis, self._settings.redis_url):
             log.warning(warning)
         duty = asyncio.create_task(self._serve())
+        unpacking = asyncio.create_task(self._unpack_web_ui())
         leaving = asyncio.create_task(self.leave.wait())
         await asyncio.wait((duty, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
-        duty.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await duty
+        for task in (duty, unpacking):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
         self._holders.close()
         self._jobs.close()
         await self._redis.aclose()
         return 0
 
+    async def _unpack_web_ui(self) -> None:
+        given = self._configuration
+        if given.web_ui:
+            await unpack(given.engine, given.web_ui, self._settings.run_dir, given.environ)
+
     async def _serve(self) -> None:
+        fresh = True
         while not self.stop.is_set():
             lead = await self._stand_for_election()
             if lead is not None:
-                await self._lead(lead)
+                await self._lead(lead, fresh=fresh)
             elif not self.stop.is_set():
                 await self._wait(self._settings.leader_renew / 3)
+            fresh = False
 
-    async def _lead(self, lead: Lead) -> None:
-        # What the holders told an earlier reign is told again to this one: adoption starts from connecting.
-        self._holders.close()
-        self._holders.set_leadership(lead.number, True)
-        self._reign = reign = Reign(
-            self._settings, self._configuration, self._redis, self._jobs, self._holders, lead
-        )
+    async def _lead(self, lead: Lead, *, fresh: bool) -> None:
         try:
-            await reign.run(self.stop, self.reload)
+            if not fresh:
+                await self._catch_up(lead)
+            # What holders told an earlier reign is told again to this one: adoption starts from connecting.
+            self._holders.close()
+            self._holders.set_leadership(lead.number, True)
+            self._reign = reign = Reign(
+                self._settings,
+                self._configuration,
+                self._redis,
+                self._jobs,
+                self._holders,
+                lead,
+                self._clock,
+                self.reload,
+            )
+            await reign.run(self.stop)
         except* OverError:
             log.info("all models stopped")
         except* StaleLeader:
             log.warning("another supervisor leads now", extra={"number": lead.number})
-        except* (RedisError, StoreError, ConnectionError) as trouble:
+        except* (RedisError, StoreError, OSError) as trouble:
             log.warning("the lead is given up for now: %s", _first(trouble))
+            # Without a file to open the next one would end the same way, and nobody would be told why.
+            self._holders.reserve.release()
             await self._wait(PAUSE_AFTER_TROUBLE_S)
         except* Exception:
             # A bug: this reign's view is not trusted any more; the next starts from the facts.
@@ -102,6 +129,23 @@ class Supervisor:
             with contextlib.suppress(RedisError, StoreError):
                 await self._resign()
 
+    async def _catch_up(self, lead: Lead) -> None:
+        """Read the registry again: whoever led meanwhile may have been told of changes.
+
+        The lead is kept meanwhile: thousands of models on a slow disk take longer than its TTL.
+        """
+        store = LeaderStore(self._redis, self._keys, lead.token)
+        reading = asyncio.get_running_loop().run_in_executor(None, self._configuration.catch_up)
+        try:
+            while True:
+                done, _ = await asyncio.wait({reading}, timeout=self._settings.leader_renew)
+                if done:
+                    break
+                await store.renew(round(self._settings.leader_ttl * 1000))
+        finally:
+            await asyncio.wait({reading})  # two that read at once would mix what they found
+        reading.result()
+
     async def _stand_for_election(self) -> Lead | None:
         """Try once to take the lead; a standby stays connected to the holders of this host meanwhile."""
         token = secrets.token_hex(16)
@@ -113,19 +157,29 @@ class Supervisor:
             if await store.lead(number, round(self._settings.leader_ttl * 1000), info):
                 self._won = store
                 if write_epoch(self._epoch_file, number):
+                    fault_point("epoch.written")
                     self._trouble = ""
                     self._seat.take(token)
+                    fault_point("seat.taken")
                     return Lead(number, token)
             else:
                 await self._unseat_the_dead()
             self._trouble = ""
         except (RedisError, OSError) as error:
+            self._holders.reserve.release()
             self._complain(
-                explain(self._settings.redis_url, error) if isinstance(error, RedisError) else str(error)
+                explain(self._settings.redis_url, error)
+                if isinstance(error, RedisError)
+                else unusable(error.filename or self._settings.run_dir, error)
             )
-        for folder in instance_folders(self._settings.run_dir):
-            if not self._holders.knows(folder.name):
-                await self._holders.adopt(folder)
+        # Who does not answer is known to hang when it is our turn to lead.
+        self._holders.look_again()
+        try:
+            for folder in instance_folders(self._settings.run_dir):
+                if not self._holders.knows(folder.name):
+                    await self._holders.watch(folder)
+        except OSError as error:
+            self._complain(unusable(error.filename or self._settings.run_dir, error))
         return None
 
     def _complain(self, trouble: str) -> None:
@@ -199,7 +253,7 @@ def run(settings: Settings) -> int:
         log.error("%s", error)
         return EXIT_CONFIGURATION
     try:
-        return asyncio.run(_serve(settings, configuration))
+        return uvloop.run(_serve(settings, configuration))
     except StoreUnreachable as error:
         log.error("%s", error)
         return 1

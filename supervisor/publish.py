@@ -1,12 +1,14 @@
 """The registry as the rest of the herd sees it: model hashes in Redis, specs for the scheduler."""
 
-import hashlib
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from llamastead.shared.files import is_file
 from llamastead.shared.store.leader import Fields, LeaderStore
 from llamastead.supervisor.core.state import ModelSpec
 from llamastead.supervisor.engine import Engine
+from llamastead.supervisor.registry.changes import Changes
 from llamastead.supervisor.registry.model import ModelEntry, Registry
 from llamastead.supervisor.registry.render import preset_text, wire_args
 
@@ -22,7 +24,15 @@ def model_spec(entry: ModelEntry, unload_after: float | None) -> ModelSpec:
         unload_after=own if own and own > 0 else None,
         priority=entry.priority,
         max_wait=entry.max_wait,
+        absent=is_absent(entry),
     )
+
+
+def is_absent(entry: ModelEntry) -> bool:
+    """Whether a model's files have yet to come from the hub."""
+    if not entry.options.get("hf-repo") or entry.options.get("model"):
+        return False
+    return not entry.held or not all(map(is_file, entry.files))
 
 
 def model_fields(entry: ModelEntry, engine: Engine) -> Fields:
@@ -39,20 +49,42 @@ def model_fields(entry: ModelEntry, engine: Engine) -> Fields:
         "preset": preset_text(entry, engine.options),
         "path": str(entry.path or ""),
         "mmproj": str(entry.mmproj or ""),
+        "timeouts": json.dumps(_timeouts(entry)),
         "revision": entry.revision,
     }
 
 
-def registry_revision(entries: Mapping[str, ModelEntry]) -> str:
-    """Return 12 hex digits that change when any entry does."""
-    text = "\n".join(f"{entry!r}" for entry in entries.values())
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-async def publish(store: LeaderStore, registry: Registry, engine: Engine, memory: Mapping[str, str]) -> None:
-    """Make this registry the herd's, in one change; `memory` is what is known of each model's, as JSON."""
-    models = {
-        name: {**model_fields(entry, engine), "memory": memory.get(name, "")}
-        for name, entry in registry.entries.items()
+def _timeouts(entry: ModelEntry) -> Mapping[str, float]:
+    """Return the entry's own time-outs by the name of the setting, in seconds, 0 for none."""
+    own = {
+        "first-byte-timeout": entry.first_byte_timeout,
+        "idle-timeout": entry.idle_timeout,
+        "total-timeout": entry.total_timeout,
     }
-    await store.publish(registry_revision(registry.entries), models, registry.aliases)
+    return {name: seconds for name, seconds in own.items() if seconds is not None}
+
+
+async def publish(
+    store: LeaderStore,
+    registry: Registry,
+    engine: Engine,
+    memory: Mapping[str, str],
+    written: Collection[str],
+    changes: Changes | None = None,
+) -> None:
+    """Make this registry the herd's, in one change; `memory` is what is known of models', as JSON.
+
+    Only the models that are to be `written` are: of all others Redis has the fields already. `changes` are
+    told in the event.
+    """
+    # In a thread: of thousands it takes a while, in which the lead must be renewed.
+    models = await asyncio.to_thread(
+        lambda: {
+            name: model_fields(entry, engine) if name in written else None
+            for name, entry in registry.entries.items()
+        }
+    )
+    for name, text in memory.items():
+        if fields := models.get(name):
+            models[name] = {**fields, "memory": text}
+    await store.publish(registry.revision, models, registry.aliases, changes.shown() if changes else None)

@@ -1,57 +1,38 @@
 """One leadership of this supervisor: from taking over what lives to losing the lead or being told to stop."""
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Coroutine, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
 
 from llamastead.shared.jobs import Jobs
-from llamastead.shared.margins import parse_margins
-from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.settings import Settings
-from llamastead.shared.store.errors import NoHerd
-from llamastead.shared.store.gateway import GatewayStore
-from llamastead.shared.store.keys import Keys
-from llamastead.shared.store.leader import LeaderStore
-from llamastead.supervisor.board import Board
-from llamastead.supervisor.book import Book
+from llamastead.shared.store.errors import KeysLost, NoHerd
+from llamastead.shared.words import InstanceState
 from llamastead.supervisor.clock import RedisClock
-from llamastead.supervisor.commands import Commands
 from llamastead.supervisor.configuration import Configuration
-from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown, Took
-from llamastead.supervisor.core.state import Policy, initial
-from llamastead.supervisor.devices import Devices
-from llamastead.supervisor.driver import Driver
-from llamastead.supervisor.effects import Effects, keep_spare
-from llamastead.supervisor.engine import EngineError
+from llamastead.supervisor.core.events import RecoveryDone, RegistryChanged, ShutDown
+from llamastead.supervisor.effects import keep_spare
 from llamastead.supervisor.gateways import Silence
 from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderEvent
 from llamastead.supervisor.holders import Holders
-from llamastead.supervisor.launch import InstanceSpec, LaunchError, build_spec
-from llamastead.supervisor.measuring import Measuring
-from llamastead.supervisor.metadata import Metadata
-from llamastead.supervisor.news import News
+from llamastead.supervisor.parts import Lead, Parts
 from llamastead.supervisor.publish import publish
 from llamastead.supervisor.recovery import Recovery
-from llamastead.supervisor.running import Running
+from llamastead.supervisor.registry.changes import Changes
+from llamastead.supervisor.registry.model import Registry
 from llamastead.supervisor.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Lead:
-    """A leadership that was won: its number, and the token that every script compares."""
-
-    number: int
-    token: str
+UNHEARD_REREADS = 3
+_MAKES_MODELS = ("version", "engine", "engine_version", "registry_revision")
+"""What of the herd's fields decides on those of its models."""
 
 
 class Reign:
@@ -68,69 +49,39 @@ class Reign:
         jobs: Jobs,
         holders: Holders,
         lead: Lead,
+        clock: RedisClock,
+        reload: asyncio.Event,
     ) -> None:
+        """`clock` outlives reigns; `reload` has the registry read again whenever it is set."""
         self._settings = settings
         self._configuration = configuration
         self._holders = holders
         self._lead = lead
-        self._running: dict[str, Running] = {}
+        self._jobs = jobs
         self._held_back: list[tuple[str, HolderEvent]] | None = []
-        self._clock = RedisClock()
+        self._published = Registry({}, {})
+        self._clock = clock
         self._tasks = asyncio.TaskGroup()
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        keys = Keys(settings.redis_prefix)
-        self._reads = GatewayStore(redis, keys)
-        self._store = LeaderStore(redis, keys, lead.token)
-        self._devices = Devices(
-            parse_margins(settings.models_memory_margin),
-            configuration.environ.get("CUDA_VISIBLE_DEVICES"),
-            settings.reread,
-        )
-        self._book = Book(configuration, self._devices)
-        self._metadata = Metadata(jobs, redis, keys, self._store)
-        self._measuring = Measuring(
-            jobs,
-            redis,
-            keys,
-            self._reads,
-            self._store,
+        parts = Parts(
             settings,
-            self._book,
-            lambda: self._driver.state,
-            self._tell,
-        )
-        self._commands = Commands(
-            self._store, settings.run_dir, self._metadata.copy, self._measuring.on_measured, self._socket_of
-        )
-        effects = Effects(
-            self._store,
+            configuration,
+            redis,
+            jobs,
             holders,
-            self._build,
-            self._commands.answer,
-            self._tell,
+            lead,
+            clock,
+            reload,
             self._spawn,
-            lambda instance, view: self._news.on_view(instance, view),
-            self._running,
-            lambda model: json.dumps(self._book.show(model)),
-            self._devices.look,
-            settings.host_id,
-            lead.number,
+            self._take_registry,
         )
-        state = initial(
-            Policy(
-                models_max=settings.models_max,
-                max_wait=settings.max_wait,
-                min_residence=settings.min_residence,
-                queue_timeout=settings.queue_timeout,
-                stall_timeout=settings.stall_timeout,
-            ),
-            f"{settings.host_id}-{lead.number}",
-            configuration.specs(),
-            lead.token,
-        )
-        board = Board(self._store, self._running, self._clock)
-        self._driver = Driver(state, self._store, effects, board, self._clock, settings.reread)
-        self._news = News(settings.run_dir, self._running, self._tell, self._spawn, self._took)
+        self._running, self._reads, self._store = parts.running, parts.reads, parts.store
+        self._book, self._bookkeeping, self._devices = parts.book, parts.bookkeeping, parts.devices
+        self._driver, self._board, self._commands = parts.driver, parts.board, parts.commands
+        self._news, self._learning, self._usage = parts.news, parts.learning, parts.usage
+        self._metadata, self._measuring = parts.metadata, parts.measuring
+        self._reloading, self._downloads, self._removing = parts.reloading, parts.downloads, parts.removing
+        self._conversations, self._address_of, self._tell = parts.conversations, parts.address_of, parts.tell
 
     def on_holder_event(self, instance: str, event: HolderEvent) -> None:
         """Take what a holder tells; what it tells before it is adopted is kept for afterwards."""
@@ -144,37 +95,49 @@ class Reign:
         if not self._fault.done():
             self._fault.set_exception(fault)
 
-    async def run(self, stop: asyncio.Event, reload: asyncio.Event) -> None:
-        """Reign until `stop` is set and every instance is gone; `reload` reads the registry again.
+    async def run(self, stop: asyncio.Event) -> None:
+        """Reign until `stop` is set and every instance is gone.
 
         Raises a group of what ended it: OverError after a stop, else errors of Redis, the store, or a bug.
         """
-        async with self._tasks:
-            self._spawn(self._renew())
-            self._spawn(self._await_fault())
-            await self._take_over()
-            for loop in (
-                self._driver.run(),
-                self._commands.run(self._driver),
-                self._watch_gateways(),
-                self._probe(),
-                self._watch_devices(),
-                self._measuring.run(),
-                self._watch_tickets(),
-                self._ask_holders_again(),
-                self._reload_when(reload),
-                self._metadata.read_missing(self._configuration.registry),
-            ):
-                self._spawn(loop)
-            await keep_spare(self._holders)
-            await stop.wait()
-            await self._stop_all()
-            raise OverError
+        try:
+            async with self._tasks:
+                self._spawn(self._renew())
+                self._spawn(self._await_fault())
+                await self._take_over()
+                for loop in (
+                    self._driver.run(),
+                    self._commands.run(self._driver),
+                    self._commands.tell_at_work(),
+                    self._watch_gateways(),
+                    self._probe(),
+                    self._watch_devices(),
+                    self._conversations.run(self._settings.heartbeat),
+                    self._bookkeeping.run(),
+                    self._measuring.run(),
+                    self._usage.run(self._settings.reread, lambda: self._driver.state),
+                    self._measuring.keep(),
+                    self._downloads.run(),
+                    self._removing.run(),
+                    self._sweep_jobs(),
+                    self._watch_tickets(),
+                    self._miss_keys(),
+                    self._ask_holders_again(),
+                    self._reloading.run(),
+                    self._reloading.watch(self._settings.watch),
+                    self._metadata.run(),
+                ):
+                    self._spawn(loop)
+                await keep_spare(self._holders)
+                await stop.wait()
+                await self._stop_all()
+                await self._usage.settle()
+                raise OverError
+        finally:
+            self._news.close()
 
     async def _take_over(self) -> None:
-        self._tell(await self._devices.read({}))
-        await self._measuring.refresh()
-        self._tell(RegistryChanged(self._book.specs()))
+        await self._learning.begin()
         recovery = Recovery(
             self._settings.run_dir,
             self._settings.host_id,
@@ -186,31 +149,48 @@ class Reign:
             self._running,
             self._tell,
             self._news.on_view,
+            self._news.clean_up,
         )
         adopted = await recovery.run()
         held_back, self._held_back = self._held_back, None
         for instance, event in held_back or ():
             self._news.on_event(instance, event)
-        forgotten = not await self._herd_exists()
-        await self._publish()
+        herd = await self._herd()
+        forgotten = not herd
+        lost = await self._reads.read_unlisted(self._configuration.registry.entries)
+        await self._publish({*lost, *await asyncio.to_thread(self._to_write, herd)})
         await self._store.open_herd(self._configuration.herd_fields())
         if adopted and forgotten:
             # Leases that an emptied Redis has forgotten come back with the gateways' next heartbeats; until
             # then an instance that looks idle may be busy.
             await asyncio.sleep(2 * self._settings.heartbeat)
-        self._tell(RecoveryDone(preload=not adopted))
+        _, waits = await self._reads.read_waits()
+        self._board.inherit(waits)
+        await self._learning.look()
+        ordered = tuple(model for model, wait in waits.items() if wait.ordered)
+        self._tell(RecoveryDone(preload=not adopted, ordered=ordered))
+        self._metadata.read_missing(self._configuration.registry)
         log.info("leading", extra={"number": self._lead.number, "adopted": adopted})
 
-    async def _publish(self) -> None:
-        registry, engine = self._configuration.registry, self._configuration.engine
-        await publish(self._store, registry, engine, self._book.shown_memory())
+    def _to_write(self, herd: Mapping[str, str]) -> Collection[str]:
+        """Return the models that Redis does not have yet as they are: none where an earlier reign of the same
+        registry opened the herd.
+        """
+        own = self._configuration.herd_fields()
+        same = all(herd.get(name) == str(own[name]) for name in _MAKES_MODELS)
+        return () if same else self._configuration.registry.entries
 
-    async def _herd_exists(self) -> bool:
+    async def _publish(self, written: Collection[str], changes: Changes | None = None) -> None:
+        registry, engine = self._configuration.registry, self._configuration.engine
+        memory = self._book.shown_memory(written)
+        await publish(self._store, registry, engine, memory, written, changes)
+        self._published = registry
+
+    async def _herd(self) -> Mapping[str, str]:
         try:
-            await self._reads.read_herd()
+            return await self._reads.read_herd()
         except NoHerd:
-            return False
-        return True
+            return {}
 
     async def _await_fault(self) -> None:
         await self._fault
@@ -239,51 +219,54 @@ class Reign:
         )
         await watchdog.run(settings.heartbeat, round(settings.leader_ttl * 1000))
 
+    async def _miss_keys(self) -> None:
+        """End this reign when Redis has lost single keys: to take over is to write all that there is."""
+        while True:
+            await asyncio.sleep(self._settings.reread)
+            has = {"has_models": bool(self._published.entries), "has_aliases": bool(self._published.aliases)}
+            if missing := await self._store.missing(**has):
+                raise KeysLost(f"Redis has lost {', '.join(missing)}; is its maxmemory-policy noeviction?")
+
     async def _ask_holders_again(self) -> None:
         """Make good what was missed of the holders' words: each tells its state again, news or not."""
         while True:
             await asyncio.sleep(self._settings.reread)
+            for instance in self._holders.silent(UNHEARD_REREADS * self._settings.reread):
+                known = self._driver.state.instances.get(instance)
+                if known is not None and known.state is InstanceState.STOPPING:
+                    # It can't stop anything any more. While it need not, its engine may serve.
+                    self._news.clean_up(instance, "its holder process hung, so both were ended")
             self._holders.look_again()
 
     async def _probe(self) -> None:
         health = Health(self._settings.reread, self._tell)
-        await health.run(lambda: self._driver.state, self._socket_of)
-
-    def _socket_of(self, instance: str) -> Path | None:
-        running = self._running.get(instance)
-        return running.socket if running else None
+        await health.run(lambda: self._driver.state, self._address_of)
 
     async def _watch_devices(self) -> None:
         try:
             await self._devices.run(
-                self._running, lambda: self._driver.state, self._tell, self._store, self._settings.host_id
+                self._running,
+                lambda: self._driver.state,
+                self._learning.on_devices_read,
+                self._store,
+                self._settings.host_id,
             )
         finally:
             self._devices.close()
 
-    def _took(self, instance: str) -> None:
-        """Take what a ready instance says it allocated: for its booking, and for the next start."""
-        note = self._running[instance]
-        found = note.effective.figures
-        if found is None:
-            return
-        needs, shown = self._book.amounts(note.model, found)
-        self._tell(Took(instance, needs, shown))
-        self._book.learn(note.model, found, int(note.meta.get("meta", {}).get("n_ctx", 0)))
-        self._tell(RegistryChanged(self._book.specs()))
-        self._devices.look()
-        self._spawn(self._measuring.keep(note.model))
-
-    async def _reload_when(self, reload: asyncio.Event) -> None:
-        """Read the registry again each time `reload` is set; a broken one changes nothing."""
+    async def _sweep_jobs(self) -> None:
+        """Make good what dead workers left undone."""
         while True:
-            await reload.wait()
-            reload.clear()
-            if self._configuration.reload():
-                await self._measuring.refresh()
-                await self._publish()
-                self._tell(RegistryChanged(self._book.specs()))
-                await self._metadata.read_missing(self._configuration.registry)
+            for line in await self._jobs.sweep():
+                log.warning("%s", line)
+            await asyncio.sleep(self._settings.reread)
+
+    async def _take_registry(self, changes: Changes) -> None:
+        """Make a registry that was read again the herd's."""
+        await self._bookkeeping.refresh((*changes.added, *changes.changed))
+        await self._publish({*changes.added, *changes.changed}, changes)
+        self._tell(RegistryChanged(self._book.specs()))
+        self._metadata.read_missing(self._configuration.registry, changes)
 
     async def _stop_all(self) -> None:
         """Stop every instance: idle ones at once, busy ones when done or after a quarter of the time-out.
@@ -291,6 +274,7 @@ class Reign:
         `up` ends the gateways before, so what is still claimed then is claimed by nobody who could use it.
         """
         log.info("stopping all models", extra={"instances": len(self._driver.state.instances)})
+        await self._measuring.close()
         self._tell(ShutDown(force=False))
         if not await self._all_gone(self._settings.stop_timeout / 4):
             self._tell(ShutDown(force=True))
@@ -305,30 +289,6 @@ class Reign:
         except TimeoutError:
             return False
         return True
-
-    def _build(self, instance: str, model: str, nonce: str, share: float) -> InstanceSpec:
-        entry = self._configuration.registry.entries.get(model)
-        if entry is None:
-            raise LaunchError(f"model '{model}' is not in the registry any more")
-        try:
-            engine = self._configuration.engine_of(entry)
-        except EngineError as error:
-            raise LaunchError(str(error)) from error
-        return build_spec(
-            entry,
-            engine,
-            instance,
-            nonce,
-            self._settings.run_dir,
-            read_or_make_herd_secret(self._settings.run_dir / "secret"),
-            self._settings,
-            self._configuration.environ,
-            context=self._book.context(model, share),
-            cache_ram_mib=self._configuration.cache_ram_mib,
-        )
-
-    def _tell(self, event: Any) -> None:
-        self._driver.put(event)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)

@@ -17,16 +17,18 @@ class Seat:
         self._held: int | None = None
 
     def take(self, token: str) -> None:
-        """Sit down with the token of our lead, unless somebody sits there: a leader that is paused."""
+        """Sit down with the token of our lead, unless somebody sits there, a leader that is paused, or the
+        disk is full.
+        """
         self.leave()
         seat = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(seat, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            os.truncate(seat, 0)
+            os.pwrite(seat, token.encode(), 0)
+        except OSError:
             os.close(seat)
             return
-        os.truncate(seat, 0)
-        os.pwrite(seat, token.encode(), 0)
         self._held = seat
 
     def leave(self) -> None:

@@ -50,6 +50,8 @@ HELP = """\
 -hft,  --hf-token TOKEN                 Hugging Face access token (default: value from HF_TOKEN environment
                                         variable)
                                         (env: HF_TOKEN)
+-hff,  --hf-file FILE                   Hugging Face model file
+                                        (env: LLAMA_ARG_HF_FILE)
 --log-file FNAME                        Log to file
                                         (env: LLAMA_ARG_LOG_FILE)
 --log-disable                           Log disable
@@ -72,6 +74,10 @@ HELP = """\
 
 ----- speculative params -----
 
+--spec-type none,draft-simple,draft-mtp
+                                        comma-separated list of types of speculative decoding to use
+                                        (default: none)
+                                        (env: LLAMA_ARG_SPEC_TYPE)
 --spec-draft-model, -md, --model-draft FNAME
                                         draft model for speculative decoding (default: unused)
                                         (env: LLAMA_ARG_SPEC_DRAFT_MODEL)
@@ -103,6 +109,8 @@ HELP = """\
                                         (env: LLAMA_ARG_CORS_ORIGINS)
 --api-prefix PREFIX                     prefix path the server serves from, without the trailing slash
                                         (env: LLAMA_ARG_API_PREFIX)
+--tools TOOL1,TOOL2,...                 whether to enable built-in tools (default: no tools)
+                                        (env: LLAMA_ARG_TOOLS)
 --ui,  --webui, --no-ui, --no-webui     whether to enable the Web UI (default: enabled)
                                         (env: LLAMA_ARG_UI)
 --api-key KEY                           API key to use for authentication, multiple keys can be provided as a
@@ -112,6 +120,8 @@ HELP = """\
                                         (env: LLAMA_ARG_SSL_KEY_FILE)
 --ssl-cert-file FNAME                   path to file a PEM-encoded SSL certificate
                                         (env: LLAMA_ARG_SSL_CERT_FILE)
+-to,   --timeout N                      server read/write timeout in seconds (default: 3600)
+                                        (env: LLAMA_ARG_TIMEOUT)
 --sse-ping-interval N                   server SSE ping interval in seconds (-1 = disabled, default: 30)
                                         (env: LLAMA_ARG_SSE_PING_INTERVAL)
 --metrics                               enable prometheus compatible metrics endpoint (default: disabled)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # No pathlib: an engine starts in milliseconds.
-# ruff: noqa: PTH108, PTH110, PTH118, PTH120, PTH123
+# ruff: noqa: PTH104, PTH108, PTH110, PTH118, PTH120, PTH123
 """A scripted stand-in for `llama-server` with settable faults and times, for what the real one can't do.
 
 It speaks the protocol of a managed child (state lines on stdout, the exit line on stdin), HTTP on `--host`,
@@ -11,6 +11,9 @@ Beside the model it keeps
 - `<model>.journal`: a JSON line per thing that happened ({"event", "pid", "t" monotonic seconds, ...});
 - `<model>.serving.<pid>`: there while a POST runs; left behind by a dead process it means "stopped while
   serving".
+
+GGML_STUB_DEVICES are the lines of `--list-devices`, semicolons between them. In the folder GGML_STUB_USAGE it
+keeps `<uuid>,<pid>` with the bytes of `memory_mib` on each device of CUDA_VISIBLE_DEVICES, for the fake NVML.
 """
 
 import json
@@ -23,6 +26,7 @@ import threading
 import time
 
 from stub_http import Exchange, read_request
+from stub_sessions import Sessions
 
 KNOBS: dict[str, object] = {
     "load_seconds": 0.05,  # from the first state line to `ready`
@@ -42,11 +46,19 @@ KNOBS: dict[str, object] = {
     "tokens": 8,  # when the request does not say
     "token_seconds": 0.0,  # pace
     "token_gate": None,  # a path: all tokens but the first come only once it exists
+    "replay_gate": None,  # a path: a replay's bytes but the first come only once it exists
     "prompt_seconds": 0.0,  # before the first token
     "stderr_lines": 0,  # noise at start
+    "chatter": "",  # on stderr with each POST
     "status": None,  # POSTs are refused with this status
     "echo": False,  # POSTs are answered with what arrived: method, path, headers, body
+    "count_body": False,  # POSTs are answered with the size and the SHA-256 of what arrived
+    "stream_paths": False,  # conversations are named in the path, as older engines have it
+    "kept_bytes": None,  # so much of a conversation's end is kept for replays, all if None
     "n_ctx": 512,
+    "measure_gate": None,  # a path: what it would take is told only once that exists
+    "asleep_mib": None,  # what it keeps of each GPU while it sleeps
+    "untold_mib": 0,  # what it takes of each GPU beyond what it tells
     "memory_mib": None,  # {"CUDA0": [model, context, compute], "Host": ...}: told when measured and at a load
 }
 STATE_PREFIX = "cmd_child_to_router:state:"
@@ -145,6 +157,7 @@ class Engine:
         ]
         parallel = int(options.get("--parallel", -1))
         self.slots = Slots(parallel if parallel > 0 else 4, f"{self.model}.serving.{os.getpid()}")
+        self.sessions = Sessions()
         self.state = "loading"
         self.waking = threading.Lock()
         self.out = threading.Lock()
@@ -194,7 +207,8 @@ class Engine:
     def run(self):
         if self.options.get("--fit") == "on":
             self.be_measured()
-        self.journal("start", argv=sys.argv[1:], environ=sorted(os.environ))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.journal("start", argv=sys.argv[1:], environ=sorted(os.environ), visible=visible)
         if self.knobs["ignore_term"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.knobs["fork_child"]:
@@ -204,8 +218,6 @@ class Engine:
         self.crash_at("start")
         listener = self.bind()
         threading.Thread(target=self.accept, args=(listener,), daemon=True).start()
-        self.log(f"srv    load_model: loading model '{self.model}'")
-        self.progress(0.0)
         self.load("loading")
         if not self.knobs["ignore_term"]:
             signal.signal(signal.SIGTERM, self.on_term)
@@ -220,9 +232,12 @@ class Engine:
         """Tell what it would take, as a real one does before it loads, and be ended at that."""
         if not self.knobs["memory_mib"]:
             fail("this stub was not told what it takes")
+        while self.knobs["measure_gate"] and not os.path.exists(self.knobs["measure_gate"]):
+            self.log("measuring")
+            time.sleep(0.05)
         self.log("common_params_fit_impl: getting device memory data for initial parameters:")
         self.log("common_memory_breakdown_print: | memory breakdown [MiB] | total   free    self |")
-        for name, (model, context, compute) in self.knobs["memory_mib"].items():
+        for name, (model, context, compute) in self.takes().items():
             total = model + context + compute
             row = f"{total} = {model} + {context} + {compute}"
             row = row if name == "Host" else f"24077 = 945 + ({row}) + 0"
@@ -231,12 +246,36 @@ class Engine:
         select.select([0], [], [], 60)
         os._exit(1)
 
+    def takes(self):
+        """Return what it takes by device; what is for a GPU that it does not see goes to the first."""
+        taken = dict(self.knobs["memory_mib"] or {})
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        for name in [n for n in taken if n.startswith("CUDA") and seen is not None]:
+            if int(name[4:]) >= len(seen.split(",")):
+                taken["CUDA0"] = [a + b for a, b in zip(taken["CUDA0"], taken.pop(name), strict=True)]
+        return taken
+
+    def take_memory(self, asleep_mib=None):
+        """Let the fake NVML show what is taken; it counts living processes only."""
+        folder = os.environ.get("GGML_STUB_USAGE")
+        taken = self.takes()
+        for k, uuid in enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if folder else ()):
+            told = taken.get(f"CUDA{k}", ())
+            mib = sum(told) + self.knobs["untold_mib"] * bool(told) if asleep_mib is None else asleep_mib
+            # At once: the fake NVML reads it at any time, and an empty one would be bytes that are free.
+            draft = os.path.join(folder, f"draft-{uuid}-{os.getpid()}")
+            with open(draft, "w") as file:
+                file.write(str(int(mib * 2**20)))
+            os.rename(draft, os.path.join(folder, f"{uuid},{os.getpid()}"))
+
     def tell_buffers(self):
-        for name, sizes in (self.knobs["memory_mib"] or {}).items():
+        for name, sizes in self.takes().items():
             for kind, size in zip(("model", "KV", "compute"), sizes, strict=True):
                 self.log(f"sched_reserve: {name} {kind} buffer size = {size:.2f} MiB")
 
     def load(self, phase):
+        self.log(f"srv    load_model: loading model '{self.model}'")
+        self.progress(0.0)
         steps = max(1, int(self.knobs["load_steps"]))
         while self.knobs["hang"] == "loading" and phase == "loading":
             if not self.knobs["stall"]:
@@ -246,6 +285,7 @@ class Engine:
             time.sleep(float(self.knobs["load_seconds"]) / steps)
             self.progress((k + 1) / steps)
         self.wait_for_gate("load_gate")
+        self.take_memory()
         self.tell_buffers()
         self.crash_at(phase)
         if not os.path.exists(self.model):
@@ -290,12 +330,12 @@ class Engine:
             resting = self.state == "ready" and not self.slots.busy()
             if 0 < idle <= now - self.slots.last_task and resting:
                 self.state = "sleeping"
+                self.take_memory(self.knobs["asleep_mib"])
                 self.tell("sleeping", None)
 
     def wake(self):
         with self.waking:
             if self.state == "sleeping":
-                self.progress(0.0)
                 self.load("wake")
                 self.become_ready(None)
 
@@ -395,7 +435,7 @@ class Engine:
                 if request is None:
                     break
                 connection.settimeout(None)
-                exchange = Exchange(self, connection, request, last=left == 0)
+                exchange = Exchange(self, connection, reader, request, last=left == 0)
                 exchange.answer()
                 if exchange.closes:
                     break
@@ -425,6 +465,8 @@ def main():
         print("version: 1 (stub)\nbuilt with GNU 11.4.0 for Linux x86_64", file=sys.stderr)
     elif options.get("--list-devices"):
         print("Available devices:")
+        for device in filter(None, os.environ.get("GGML_STUB_DEVICES", "").split(";")):
+            print(f"  {device}")
     elif "--model" not in options:
         fail("error: --model is needed")
     else:

@@ -1,9 +1,14 @@
 """The HTTP side of `stub_engine.py`: one request read, one answer written."""
 
+import hashlib
 import json
 import select
 import socket
+import sys
 import time
+
+from stub_sessions import named_in
+from stub_socket import converse, opening
 
 
 def read_request(reader):
@@ -36,11 +41,14 @@ class Exchange:
     CHATS = ("/v1/chat/completions", "/chat/completions")
     TEXTS = ("/v1/completions", "/completions", "/completion")
 
-    def __init__(self, engine, connection, request, last):
-        self.engine, self.connection, self.last = engine, connection, last
+    def __init__(self, engine, connection, reader, request, last):
+        self.engine, self.connection, self.reader, self.last = engine, connection, reader, last
         self.method, self.target, self.headers, self.body = request
         self.path = self.target.partition("?")[0]
+        self.session = None
         named = {name.lower(): value for name, value in self.headers}
+        self.named = named
+        self.conversation = named.get("x-conversation-id", "")
         self.given_key = named.get("authorization", "").removeprefix("Bearer ") or named.get("x-api-key", "")
         self.closes = last or named.get("connection", "").lower() == "close"
 
@@ -54,12 +62,44 @@ class Exchange:
             self.send(200, {"status": "ok"})
         elif engine.keys and self.given_key not in engine.keys:
             self.refuse(401, "authentication_error", "Invalid API Key")
+        elif self.path.startswith("/v1/stream"):
+            self.resume()
+        elif self.named.get("upgrade", "").lower() == "websocket" and self.path != "/no-socket":
+            self.open_socket()
         elif self.method == "GET":
             self.read()
-        elif self.method == "DELETE" and self.path == "/v1/stream":
-            self.head(204, [("Content-Length", "0")])
         else:
             self.post()
+
+    def open_socket(self):
+        self.closes = True
+        self.engine.journal("socket", path=self.target, headers=self.headers)
+        self.connection.sendall(opening(self.named))
+        converse(self.connection, self.reader, self.engine.journal)
+
+    def resume(self):
+        sessions = self.engine.sessions
+        if self.path == "/v1/streams/lookup":
+            self.send(200, sessions.look_up(json.loads(self.body)["conversation_ids"]))
+            return
+        found = named_in(self.target, self.engine.knobs["stream_paths"])
+        if found is None or (self.method == "GET" and found[0] not in sessions.by_id):
+            self.refuse(404, "not_found_error", "File Not Found")
+        elif self.method == "DELETE":
+            self.engine.journal("stream_stopped", conversation=found[0])
+            sessions.stop(found[0])
+            self.head(204, [("Content-Length", "0")])
+        elif not found[1].isdecimal():
+            self.refuse(400, "invalid_request_error", "Invalid stream offset")
+        elif sessions.by_id[found[0]].has_dropped(int(found[1]), self.engine.knobs["kept_bytes"]):
+            self.refuse(400, "invalid_request_error", "Stream offset lost")
+        else:
+            self.head(200, [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")])
+            for piece in sessions.by_id[found[0]].pieces(int(found[1])):
+                self.chunk(piece[:1])
+                self.engine.wait_for_gate("replay_gate")
+                self.chunk(piece[1:])
+            self.connection.sendall(b"0\r\n\r\n")
 
     def read(self):
         engine = self.engine
@@ -93,6 +133,9 @@ class Exchange:
     def post(self):
         engine = self.engine
         engine.journal("request", path=self.target)
+        if engine.knobs["chatter"]:
+            with engine.out:
+                print(engine.knobs["chatter"], file=sys.stderr, flush=True)
         with engine.slots:
             if engine.state == "sleeping":
                 engine.wake()
@@ -112,6 +155,10 @@ class Exchange:
                         "body": self.body.decode("latin-1"),
                     },
                 )
+                return
+            if engine.knobs["count_body"]:
+                digest = hashlib.sha256(self.body).hexdigest()
+                self.send(200, {"bytes": len(self.body), "sha256": digest})
                 return
             try:
                 wish = json.loads(self.body or b"{}")
@@ -149,11 +196,18 @@ class Exchange:
             text = "".join(self.tokens(count))
             self.send(200, self.whole(wish, text, count))
             return
+        self.session = self.engine.sessions.begin(self.conversation) if self.conversation else None
         self.head(200, [("Content-Type", "text/event-stream"), ("Transfer-Encoding", "chunked")])
-        for k, token in enumerate(self.tokens(count)):
-            self.event(self.delta(wish, token, None if k < count - 1 else "length"))
-        if self.path != "/completion":
-            self.chunk(b"data: [DONE]\n\n")
+        try:
+            for k, token in enumerate(self.tokens(count)):
+                self.event(self.delta(wish, token, None if k < count - 1 else "length"))
+            if self.path != "/completion":
+                self.chunk(b"data: [DONE]\n\n")
+        except ConnectionResetError:
+            if self.session is None:
+                raise
+        if self.session is not None:
+            self.session.end()
         self.connection.sendall(b"0\r\n\r\n")
 
     def tokens(self, count):
@@ -223,9 +277,21 @@ class Exchange:
         self.chunk(b"data: " + json.dumps(content).encode() + b"\n\n")
 
     def chunk(self, data):
-        self.connection.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        if self.session is not None:
+            self.session.append(data)
+            if self.hung_up():
+                return
+        try:
+            self.connection.sendall(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        except OSError:
+            # Who left just now leaves a conversation that goes on.
+            if self.session is None:
+                raise
 
     def gone(self):
+        return self.session.cancelled if self.session is not None else self.hung_up()
+
+    def hung_up(self):
         if not select.select([self.connection], [], [], 0)[0]:
             return False
         try:

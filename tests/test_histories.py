@@ -5,11 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("gateway", "supervisor", "measure_worker", "shared", "llamastead/cli", "llamastead/up", "tests")
+ROW = re.compile(r"^\| ([CR]\d+) \|", re.MULTILINE)
 
 
 def explained() -> set[str]:
     """Return the ids that open a row of the table in tests/histories.md."""
-    return set(re.findall(r"^\| ([CR]\d+) \|", (ROOT / "tests/histories.md").read_text(), re.MULTILINE))
+    return set(ROW.findall((ROOT / "tests/histories.md").read_text()))
 
 
 def ids_in(text: str) -> set[str]:
@@ -23,6 +24,12 @@ def used_in(folders: tuple[str, ...]) -> set[str]:
     """Return the ids used in the Python files below the folders."""
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return {found for path in files if path != Path(__file__) for found in ids_in(path.read_text())}
+
+
+def test_every_id_has_one_row():
+    """List the ids that open rows and find none twice."""
+    rows = ROW.findall((ROOT / "tests/histories.md").read_text())
+    assert sorted(rows) == sorted(set(rows))
 
 
 def test_every_id_in_the_code_is_explained():

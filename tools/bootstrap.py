@@ -23,6 +23,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOCKS = {"install": ROOT / "requirements.lock", "dev": ROOT / "requirements-dev.lock"}
 DEMO_MODEL = ROOT / ".run" / "models" / "gemma-3-270m.gguf"
+# Whoever names models by one of these wants no small one beside them.
+SOURCES = ("--models-dir", "--models-preset", "-m", "--model", "-hf", "-hfr", "--hf-repo")
 OLDEST_PYTHON = (3, 11)
 ENGINE_GLIBC = (2, 35)
 ENGINE_FEATURES = ("avx2", "fma", "f16c")  # of the processor
@@ -38,9 +40,10 @@ def main():
     verb, words = sys.argv[1], sys.argv[2:]
     try:
         check_python()
-        if verb == "up":
-            check_port(os.environ.get("PORT") or "8080")
-        install("dev" if verb == "dev" else "install")
+        what = "dev" if verb == "dev" else "install"
+        if verb == "up" and not is_installed(what):
+            check_port(words)  # `up` does so too, and says who has it; by then minutes have gone
+        install(what)
         if verb == "up":
             become_up(words)
     except NotHereError as problem:
@@ -92,9 +95,12 @@ def check_platform():
         raise NotHereError(f"{ROOT} has {free >> 20} MiB free, about {DISK_BYTES >> 20} are needed")
 
 
-def check_port(port):
+def check_port(words):
     """Refuse a port that is taken, before time is spent on anything."""
-    host = os.environ.get("LLAMA_ARG_HOST") or "127.0.0.1"
+    port = word_after("--port", words) or os.environ.get("PORT") or from_environment("port") or "8080"
+    host = word_after("--host", words) or from_environment("host") or "127.0.0.1"
+    if host.endswith(".sock") or "--reuse-port" in words:
+        return
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -106,11 +112,32 @@ def check_port(port):
         ) from None
 
 
+def word_after(flag, words):
+    """Return what a command line gives a flag last, None without it."""
+    found = None
+    for place, word in enumerate(words):
+        if word.startswith(flag + "="):
+            found = word.partition("=")[2]
+        elif word == flag:
+            found = "".join(words[place + 1 : place + 2])
+    return found
+
+
+def from_environment(setting):
+    """Return what a variable says of a setting, ours before llama-server's."""
+    name = setting.upper().replace("-", "_")
+    return os.environ.get("LLAMASTEAD_" + name) or os.environ.get("LLAMA_ARG_" + name)
+
+
+def is_installed(what):
+    """Tell whether .venv is in line with a lock file."""
+    stamp = VENV / f".{what}-stamp"
+    return stamp.exists() and stamp.read_text() == fingerprint(what) and runs()
+
+
 def install(what):
     """Bring .venv in line with a lock file; nothing is done when it is."""
-    stamp = VENV / f".{what}-stamp"
-    wanted = fingerprint(what)
-    if stamp.exists() and stamp.read_text() == wanted and runs():
+    if is_installed(what):
         return
     check_platform()
     if not runs():
@@ -166,11 +193,8 @@ def become_up(words):
         value = env.pop(variable, "")
         if value:
             given += ["--" + variable.lower().replace("_", "-"), value]
-    sources = ("--models-dir", "--models-preset")
-    named = any(word.partition("=")[0] in sources for word in given + words)
-    if not named and not any(
-        env.get("LLAMA_ARG_" + source[2:].upper().replace("-", "_")) for source in sources
-    ):
+    named = any(word.partition("=")[0] in SOURCES for word in given + words)
+    if not named and not any(from_environment(source[2:]) for source in SOURCES if source[:2] == "--"):
         make_demo_model()
         given += ["--models-dir", str(DEMO_MODEL.parent)]
     os.execve(PYTHON, [str(PYTHON), "-m", "llamastead", "up", *given, *words], env)  # noqa: S606

@@ -80,7 +80,7 @@ class Ours:
         entry = self._entries.get(leaving.for_model or "") if leaving else None
         if entry is not None:
             entry.victim_gone(self._instances[name].rest_at_drain, engine.times.stop, engine.times.load)
-        self._tell(ev.Exited(name, EndClass.STOPPED, "stopped as asked"))
+        self._tell(ev.Exited(name, EndClass.STOPPED, "stopped"))
 
     # What the driver does
 
@@ -141,7 +141,7 @@ class Ours:
             case act.Ended():
                 del self._instances[action.instance]
                 return ()
-            case act.Decide():
+            case act.Decide() | act.Want():  # no lease lingers in a trace
                 return ()
         raise BrokenPolicyError(f"nothing in a trace asks for {action}")
 

@@ -7,6 +7,7 @@ from typing import cast
 import httptools
 
 from llamastead.gateway.body import Body
+from llamastead.gateway.upstream.silence import is_cut_off
 
 READ_HIGH_BYTES = 256 * 1024
 """Answer bytes held for one request before reading from the instance pauses: what a slow client costs."""
@@ -26,7 +27,7 @@ class Unreachable(Exception):  # noqa: N818
 class UpstreamDied(Exception):  # noqa: N818
     """The connection ended before the answer did, or what came is no HTTP.
 
-    `answered` is true when any byte of an answer came.
+    `answered` is true when any byte of an answer came, or none is wanted any more: nobody asks again.
     """
 
     def __init__(self, problem: str, *, answered: bool) -> None:
@@ -51,9 +52,11 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
+        self._whole: asyncio.Future[None] | None = None
         self._served = 0
         self._busy = False
         self._problem = "the connection was closed"
+        self._cut = False
         self._parts: list[bytes] = []
         self._held = 0
         self._write_paused = False
@@ -62,6 +65,7 @@ class Connection(asyncio.Protocol):
 
     def _start_answer(self, *, bodiless: bool) -> None:
         self.headers = []
+        self._most_held = READ_HIGH_BYTES
         self._bodiless = bodiless
         self._answered = False
         self._head_done = False
@@ -125,6 +129,23 @@ class Connection(asyncio.Protocol):
         self._empty()
         return data
 
+    def read_ahead(self, most: int) -> None:
+        """Hold up to so many bytes of this answer for a slow reader."""
+        self._most_held = most
+        if self._held <= most and self._read_paused and self._transport is not None:
+            self._read_paused = False
+            self._transport.resume_reading()
+
+    async def whole(self) -> None:
+        """Return once nothing more of this answer comes from the instance. For one caller at a time."""
+        if not (self._done or self.lost):
+            self._whole = self._loop.create_future()
+            await self._whole
+
+    def _settle(self) -> None:
+        if self._whole is not None and not self._whole.done():
+            self._whole.set_result(None)
+
     def release(self) -> None:
         """End the exchange; a connection that is not `reusable` then is to be aborted."""
         self._busy = False
@@ -136,6 +157,12 @@ class Connection(asyncio.Protocol):
         if self._read_paused and self._transport is not None:
             self._read_paused = False
             self._transport.resume_reading()
+
+    def cut(self, problem: str) -> None:
+        """End the exchange under its reader, who is told `problem` and does not ask again."""
+        self._problem = problem
+        self._cut = True
+        self.abort()
 
     def abort(self) -> None:
         """Close at once; the instance notices and stops what it was doing."""
@@ -167,7 +194,12 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _died(self) -> UpstreamDied:
-        return UpstreamDied(self._problem, answered=self._answered)
+        return UpstreamDied(self._problem, answered=self._answered or self._cut)
+
+    def look(self) -> None:
+        """Cut an exchange with another host that acknowledges nothing any more."""
+        if self._transport is not None and is_cut_off(self._transport.get_extra_info("socket")):
+            self.cut("the other host does not answer")
 
     # --- what asyncio calls
 
@@ -189,7 +221,7 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
             self.abort()
             return
-        if self._held > READ_HIGH_BYTES and not self._read_paused and self._transport is not None:
+        if self._held > self._most_held and not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
         self._wake()
@@ -203,6 +235,7 @@ class Connection(asyncio.Protocol):
             self._done = True
         self._transport = None
         self._wake()
+        self._settle()
         self._on_lost(self)
 
     def pause_writing(self) -> None:
@@ -250,6 +283,7 @@ class Connection(asyncio.Protocol):
         if self._head_done and not self._done:
             self._done = True
             self._keep_alive = self._parser.should_keep_alive()
+            self._settle()
 
 
 class Response:
@@ -276,6 +310,16 @@ class Response:
     async def read(self) -> bytes:
         """Return the next bytes of the body as they come, empty at its end. Raises UpstreamDied."""
         return b"" if self._connection is None else await self._connection.read()
+
+    def read_ahead(self, most: int) -> None:
+        """Have up to so many bytes of the body brought here before they are read."""
+        if self._connection is not None:
+            self._connection.read_ahead(most)
+
+    async def whole(self) -> None:
+        """Return once nothing more comes from the instance, read or not."""
+        if self._connection is not None:
+            await self._connection.whole()
 
     def close(self) -> None:
         """Give the connection back if the answer was read to its end, else close it; idempotent."""

@@ -12,14 +12,16 @@ def readiness(gateway: Gateway) -> tuple[int, dict[str, Any]]:
 
     503 only for this gateway's own reasons: it is leaving, or never reached Redis. Trouble of the herd stands
     in the body, or one outage of Redis would take every gateway out of its balancer at once. `trouble` says
-    that no supervisor leads or that it is not ready, as of the last heartbeat: no answer waits for Redis.
+    that no supervisor leads or that it is not ready, as of the last heartbeat, or why the registry was not
+    read again: no answer waits for Redis. `herd` says that a supervisor has opened it and that this gateway
+    knows its models.
     """
     heartbeat = gateway.heartbeat
     body = {
         "gateway": gateway.id,
         "redis": not heartbeat.failing,
-        "herd": heartbeat.herd_open,
-        "trouble": heartbeat.trouble,
+        "herd": heartbeat.herd_open and bool(gateway.catalog.herd),
+        "trouble": heartbeat.trouble or gateway.catalog.herd.get("registry_error", ""),
         "in_flight": gateway.admission.leases.in_flight(),
         "waiting": gateway.admission.waiting(),
     }

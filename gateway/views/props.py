@@ -22,7 +22,7 @@ def router_props(
         "model_alias": "llama-server",
         "model_path": "none",
         "default_generation_settings": {"params": None, "n_ctx": 0},
-        "ui_settings": {},
+        "ui_settings": settings.ui_settings(),
         "build_info": herd.get("engine_version", ""),
         "cors_proxy_enabled": False,
         "llamastead": {

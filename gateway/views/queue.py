@@ -9,7 +9,7 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.records import Demand, Ticket, Wait
 from llamastead.shared.waiting import sentence
 
-NOBODY = Demand(0, (), ())
+NOBODY = Demand(0, ())
 NOT_SEEN = "the supervisor has not looked at it yet"
 
 

@@ -4,22 +4,39 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from llamastead.shared.settings import Settings, load_settings
-from llamastead.up.folder import gateway_note_path, http_place
+from llamastead.up.folder import gateway_note_path, http_place, trust
 
 START_HINT = "start it with `llamastead up`, or give --url"
 PATIENCE_S = 30.0
+REMOVAL_PATIENCE_S = 90.0  # the model may have to stop first
+RELOAD_PATIENCE_S = 600.0  # there may be thousands of models; a gateway gives up before if nobody is at work
+UNKNOWN_MODEL = re.compile(r"model '.*' not found")
 NO_LIMITS = httpx.Limits(max_connections=None)
 
 
 class ClientError(Exception):
     """A command could not be carried out; the message says why and what to do."""
+
+
+class Answer(dict[str, Any]):
+    """A JSON object of an answer. Who leaves out what a gateway says is none: a lone llama-server, say."""
+
+    def __missing__(self, name: str) -> Any:
+        """Raise ClientError in place of KeyError."""
+        raise ClientError(f"what answers is no Llamastead, it says nothing of {name!r}: check --url")
+
+
+def json_of(answer: httpx.Response) -> Any:
+    """Return the JSON of an answer, its objects as Answer."""
+    return answer.json(object_hook=Answer)
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +60,16 @@ def settings_of(parsed: argparse.Namespace) -> Settings:
 class Client:
     """Speaks to one gateway."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, prefix: str = "", cert: str = "") -> None:
+        """`prefix` is what its paths begin with, `cert` the file of its certificate; "" for none."""
         self.url = url
-        self._base, self._socket_path = http_place(url)
+        self._base, self._socket_path = http_place(url, prefix, tls=bool(cert))
+        self._trusted = trust(cert)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(
             base_url=self._base,
             headers=self._headers,
-            transport=httpx.HTTPTransport(uds=self._socket_path),
+            transport=httpx.HTTPTransport(uds=self._socket_path, verify=self._trusted),
             timeout=PATIENCE_S,
         )
 
@@ -69,20 +88,35 @@ class Client:
             note = json.loads(gateway_note_path(run_dir).read_text())
         except (OSError, ValueError):
             raise ClientError(f"no Llamastead runs with the run folder {run_dir}: {START_HINT}") from None
-        return cls(note["url"], parsed.api_key or note["key"])
+        return cls(note["url"], parsed.api_key or note["key"], note.get("prefix", ""), note.get("cert", ""))
 
     def get(self, path: str, **params: str) -> Any:
         """Return the JSON that a GET answers. Raises ClientError."""
         with self.readable_errors():
-            return checked(self._http.get(path, params=params)).json()
+            return json_of(checked(self._http.get(path, params=params)))
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any], patience_s: float = PATIENCE_S) -> Any:
         """Return the JSON that a POST of JSON answers. Raises ClientError."""
-        with self.readable_errors():
-            return checked(self._http.post(path, json=body)).json()
+        with self.readable_errors(patience_s):
+            return json_of(checked(self._http.post(path, json=body, timeout=patience_s)))
+
+    def delete(self, path: str, **params: str) -> Any:
+        """Return the JSON that a DELETE answers. Raises ClientError."""
+        with self.readable_errors(REMOVAL_PATIENCE_S):
+            answer = self._http.delete(path, params=params, timeout=REMOVAL_PATIENCE_S)
+            return json_of(checked(answer))
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
         """Yield the lines of an answer as they come, however long that takes. Raises ClientError."""
+        return self._lines(path, params, lambda: None)
+
+    def events(self, on_open: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """Yield what happens to models as it does; `on_open` is called first. Raises ClientError."""
+        for line in self._lines("/models/sse", {}, on_open):
+            if line.startswith("data:"):
+                yield json.loads(line.removeprefix("data:"))
+
+    def _lines(self, path: str, params: Mapping[str, str], on_open: Callable[[], None]) -> Iterator[str]:
         timeout = httpx.Timeout(PATIENCE_S, read=None)
         with (
             self.readable_errors(),
@@ -90,17 +124,18 @@ class Client:
         ):
             if not answer.is_success:
                 answer.read()
+            on_open()
             yield from checked(answer).iter_lines()
 
     def concurrent(self) -> httpx.AsyncClient:
         """Return a client of the same gateway for many requests at once; whoever asked closes it."""
-        transport = httpx.AsyncHTTPTransport(uds=self._socket_path, limits=NO_LIMITS)
+        transport = httpx.AsyncHTTPTransport(uds=self._socket_path, limits=NO_LIMITS, verify=self._trusted)
         return httpx.AsyncClient(
             base_url=self._base, headers=self._headers, transport=transport, timeout=PATIENCE_S
         )
 
     @contextlib.contextmanager
-    def readable_errors(self) -> Iterator[None]:
+    def readable_errors(self, patience_s: float = PATIENCE_S) -> Iterator[None]:
         """Turn what goes wrong on the way to the gateway into a ClientError."""
         try:
             yield
@@ -109,7 +144,7 @@ class Client:
         except httpx.ConnectError:
             raise ClientError(f"nothing answers at {self.url}: {START_HINT}") from None
         except httpx.TimeoutException:
-            raise ClientError(f"{self.url} gave no answer within {PATIENCE_S:g} s") from None
+            raise ClientError(f"{self.url} gave no answer within {patience_s:g} s") from None
         except httpx.HTTPError as error:
             raise ClientError(f"{self.url} broke off: {error}") from None
         except ValueError:
@@ -130,9 +165,13 @@ def checked(answer: httpx.Response) -> httpx.Response:
     if answer.is_success:
         return answer
     try:
-        message = str(answer.json()["error"]["message"])
+        error = answer.json()["error"]
+        message = str(error["message"]).strip()
     except (ValueError, KeyError, TypeError):
-        message = f"{answer.reason_phrase or 'no reason given'} ({answer.status_code})"
-    if answer.status_code in (401, 403):
+        error, message = {}, f"{answer.reason_phrase or 'no reason given'} ({answer.status_code})"
+    # With a reason it is the hub's refusal, which no key of ours changes.
+    if answer.status_code in (401, 403) and "reason" not in error:
         message += ": give --api-key or set LLAMASTEAD_API_KEY"
+    if UNKNOWN_MODEL.fullmatch(message):
+        message += ": `llamastead ps` lists the names"
     raise ClientError(message)

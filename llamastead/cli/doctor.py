@@ -5,7 +5,6 @@ import asyncio
 import os
 import platform
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import cast
 from redis.exceptions import RedisError
 from rich.text import Text
 
+from llamastead.cli.check import none_found
 from llamastead.cli.output import print_json, print_table
 from llamastead.shared.devices.gpus import Gpus
 from llamastead.shared.devices.host import read_host
@@ -23,16 +23,17 @@ from llamastead.shared.settings import Settings, SettingsError
 from llamastead.shared.store.connect import check, connect, redact
 from llamastead.shared.store.errors import StoreUnreachable
 from llamastead.shared.store.keys import Keys
+from llamastead.supervisor.configuration import sources_of
+from llamastead.supervisor.devices import ONLY_LISTED, is_same, list_devices
 from llamastead.supervisor.engine import Engine, EngineError, find_engine
 from llamastead.supervisor.registry.load import load_registry
-from llamastead.supervisor.registry.model import RegistryError, Sources
+from llamastead.supervisor.registry.model import RegistryError
 from llamastead.supervisor.selftest import self_test
 from llamastead.up.folder import StartError, gateway_note_path, prepare_run_folder
 from llamastead.up.valkey import find_valkey
 
 FILES_ENOUGH = 4096  # two descriptors a stream, and hundreds of clients
 FILES_LEAST = 1024
-DEVICES_PATIENCE_S = 30.0
 
 
 class Verdict(StrEnum):
@@ -111,24 +112,33 @@ def _engine(settings: Settings) -> Iterator[Finding]:
         yield Finding("engine runs", Verdict.OK, "it loads a model on this processor")
     except (EngineError, OSError) as error:
         yield Finding("engine runs", Verdict.FAIL, str(error))
-    yield _devices(engine)
+    yield from _devices(engine)
     yield _models(settings, engine)
 
 
-def _devices(engine: Engine) -> Finding:
-    try:
-        asked = subprocess.run(
-            [engine.path, "--list-devices"],
-            capture_output=True,
-            text=True,
-            timeout=DEVICES_PATIENCE_S,
-            check=False,
+def _devices(engine: Engine) -> Iterator[Finding]:
+    """Tell of each device the engine lists; one that NVML does not know is accounted from this alone."""
+    listed = list_devices(engine, os.environ)
+    if listed is None:
+        yield Finding(
+            "devices", Verdict.WARN, "the engine did not list them: its GPUs are taken to be NVML's"
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("devices", Verdict.WARN, f"the engine did not list them: {error}")
-    _, _, listed = asked.stdout.partition("Available devices:")
-    devices = [line.strip() for line in listed.splitlines() if line.strip() and "(none)" not in line]
-    return Finding("devices", Verdict.OK, "; ".join(devices) or "no GPU: models run on the processor")
+        return
+    gpus = Gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    known = gpus.read()
+    gpus.close()
+    if not listed:
+        nvidia = f", although there are {len(known)} NVIDIA GPUs: is it built for them?" if known else ""
+        verdict = Verdict.WARN if known else Verdict.OK
+        yield Finding("devices", verdict, f"no GPU for the engine: models run on the processor{nvidia}")
+    for device in listed:
+        text = f"{device.name}: {device.description}, {device.total >> 20} MiB, {device.free >> 20} MiB free"
+        if device.unified:
+            yield Finding("devices", Verdict.OK, f"{text}; it shares the host's memory")
+        elif any(is_same(gpu, device) for gpu in known):
+            yield Finding("devices", Verdict.OK, text)
+        else:
+            yield Finding("devices", Verdict.WARN, f"{text}; {ONLY_LISTED}")
 
 
 def _memory() -> Iterator[Finding]:
@@ -147,14 +157,12 @@ def _memory() -> Iterator[Finding]:
 
 
 def _models(settings: Settings, engine: Engine) -> Finding:
-    if settings.models_dir is None and settings.models_preset is None:
-        return Finding("models", Verdict.OK, "not looked for: name them with --models-dir or --models-preset")
-    sources = Sources(settings.models_dir, settings.models_preset, settings.instance_args)
     try:
+        sources = sources_of(settings, os.environ)
         registry = load_registry(sources, engine.options)
     except RegistryError as error:
         return Finding("models", Verdict.FAIL, str(error))
-    count = f"{len(registry.entries)} found"
+    count = f"{len(registry.entries)} found" if registry.entries else none_found(sources)
     if registry.problems:
         return Finding("models", Verdict.WARN, f"{count}; {'; '.join(map(str, registry.problems))}")
     return Finding("models", Verdict.OK, count)

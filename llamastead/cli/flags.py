@@ -1,16 +1,15 @@
 """Command-line flags, made from the fields of Settings; everything else is an option of llama-server."""
 
 import argparse
-import difflib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from llamastead.shared.settings import Settings, SettingsError, field_extra, flag_of
-from llamastead.supervisor.registry.options import OptionError, OptionTable
+from llamastead.shared.settings import Settings, flag_of
+from llamastead.shared.settings_fields import field_extra
 
 NEAR = 0.8  # how alike a flag must be to be what was meant
 
@@ -37,8 +36,15 @@ def setting_flags() -> list[str]:
     return [flag for name in Settings.model_fields if (flag := flag_of(name))]
 
 
-def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = Settings.model_fields) -> None:
-    """Add the flags of Settings, llama-server's own first; what isn't given is absent from the result."""
+def add_setting_flags(
+    parser: argparse.ArgumentParser,
+    names: Iterable[str] = Settings.model_fields,
+    shown: Container[str] = Settings.model_fields,
+) -> None:
+    """Add the flags of Settings, llama-server's own first; what isn't given is absent from the result.
+
+    Those that are not `shown` are taken all the same and left out of the help.
+    """
     routers = parser.add_argument_group("settings of llama-server's router, spelled alike")
     ours = parser.add_argument_group("settings of Llamastead")
     for name in names:
@@ -46,7 +52,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, names: Iterable[str] = Se
         if flag is None:
             continue
         group = routers if field_extra(info)["env"] else ours
-        group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=_help(name, info), **_form(info))
+        text = _help(name, info) if name in shown else argparse.SUPPRESS
+        group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **_form(info))
 
 
 def given_settings(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -77,22 +84,6 @@ def split_words(
         if known[name] and not equals:
             ours.extend(islice(left, 1))
     return ours, rest
-
-
-def check_engine_words(words: Sequence[str], table: OptionTable, flags: Iterable[str]) -> None:
-    """Raise SettingsError unless every word is an option of the engine, or the value of one."""
-    try:
-        table.parse(words)
-    except OptionError as error:
-        for word in words:
-            near = (
-                difflib.get_close_matches(word, list(flags), n=1, cutoff=NEAR)
-                if word.startswith("--")
-                else []
-            )
-            if near and word in str(error):
-                raise SettingsError(f"argument {word} not recognized; did you mean '{near[0]}'?") from None
-        raise SettingsError(str(error)) from None
 
 
 def _form(info: FieldInfo) -> Mapping[str, Any]:

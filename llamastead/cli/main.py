@@ -1,17 +1,19 @@
 """The command `llamastead`: its subcommands, and errors in one line that says what to do next."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from llamastead.cli import memory, models, roles
+from llamastead.cli import downloads, memory, models, roles
+from llamastead.cli.check import check
 from llamastead.cli.client import ClientError, add_client_flags
 from llamastead.cli.doctor import doctor
 from llamastead.cli.drill import drill
 from llamastead.cli.events import events
-from llamastead.cli.flags import Parser, UsageError, add_setting_flags, given_settings, split_words
+from llamastead.cli.flags import NEAR, Parser, UsageError, add_setting_flags, given_settings, split_words
 from llamastead.cli.output import complain
 from llamastead.cli.redis_shell import redis_shell
 from llamastead.cli.report import report
@@ -25,10 +27,21 @@ from llamastead.up.folder import StartError
 USAGE = 2
 CONFIG = 78  # EX_CONFIG: starting again can't help
 INTERRUPTED = 130
+# Words of other programs, and what they are called here.
+OTHERS = {
+    **dict.fromkeys(("serve", "start", "server"), "up"),
+    **dict.fromkeys(("status", "list", "ls", "models", "show"), "ps"),
+    **dict.fromkeys(("stop", "kill"), "unload"),
+    **dict.fromkeys(("download", "install"), "pull"),
+    **dict.fromkeys(("remove", "delete"), "rm"),
+    **dict.fromkeys(("log", "tail"), "logs"),
+    **dict.fromkeys(("validate", "config"), "check"),
+}
 ABOUT = "Many llama.cpp models behind one port: loaded on demand, never cutting a running answer."
 EXAMPLES = """examples:
   llamastead up --models-dir ~/models            serve a folder of GGUF files on 127.0.0.1:8080
   llamastead up --models-preset models.ini -c 8192 -ngl 99
+  llamastead pull ggml-org/gemma-3-4b-it-GGUF    bring a model from the Hugging Face hub
   llamastead ps                                  what is loaded
   llamastead logs -f                             what the running models say
   llamastead doctor                              can this machine run it, and if not, why
@@ -64,7 +77,16 @@ def _run(words: list[str]) -> int:
         return roles.run(name, commands[name], words[1:])
     if name == "redis":
         return _redis(commands[name], words[1:])
-    parsed = parser.parse_args(words)
+    if name == "check":
+        return _check(commands[name], words[1:])
+    if name and not name.startswith("-") and name not in commands:
+        close = difflib.get_close_matches(name, commands, n=1)
+        meant = OTHERS.get(name) or next(iter(close), "")
+        hint = f"; did you mean `llamastead {meant}`?" if meant else ""
+        raise UsageError(f"there is no command '{name}'{hint} (see `llamastead --help`)")
+    parsed, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UsageError(_unknown(commands.get(name, parser), unknown))
     if "run" not in parsed:
         parser.print_help()
         return USAGE
@@ -72,10 +94,25 @@ def _run(words: list[str]) -> int:
     return run(parsed)
 
 
+def _unknown(parser: argparse.ArgumentParser, words: list[str]) -> str:
+    """Say which words a command does not know, and the flag that the first may have been meant for."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    close = difflib.get_close_matches(words[0].partition("=")[0], flags, n=1, cutoff=NEAR)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    return f"unrecognized arguments: {' '.join(words)}{hint} (see `{parser.prog} --help`)"
+
+
 def _redis(parser: argparse.ArgumentParser, words: list[str]) -> int:
     """Take our flags only before the first other word: what follows is redis-cli's, whatever it is called."""
     ours, rest = split_words(parser, words, leading=True)
     return redis_shell(load_settings(given_settings(parser.parse_args(ours))), rest)
+
+
+def _check(parser: argparse.ArgumentParser, words: list[str]) -> int:
+    """Take our flags out; what is left is an option for all instances, as for `up`."""
+    ours, rest = split_words(parser, words)
+    parsed = parser.parse_args(ours)
+    return check(given_settings(parsed), rest, parsed)
 
 
 def _with_settings(run: Callable[[Settings, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -116,6 +153,37 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
     made.add_argument("--force", action="store_true", help="cut running answers")
     made.add_argument("--no-wait", action="store_true", help="return once the order is given")
     _client(made, json=False)
+    made = add(
+        "reload",
+        "read preset file, folders and cache again; what runs goes on with its old settings",
+        "  llamastead reload\n  llamastead reload --apply",
+        models.reload,
+    )
+    made.add_argument(
+        "--apply",
+        action="store_true",
+        help="restart what runs with old settings, once idle",
+    )
+    _client(made)
+    made = add(
+        "pull",
+        "bring a model from the Hugging Face hub; Ctrl-C calls it off, --no-wait leaves it to the herd",
+        "  llamastead pull ggml-org/gemma-3-4b-it-GGUF            the usual quantisation\n"
+        "  llamastead pull ggml-org/gemma-3-4b-it-GGUF:Q8_0 --no-wait\n"
+        "  llamastead pull ggml-org/gemma-3-4b-it-GGUF --json     a line of JSON for each step",
+        downloads.pull,
+    )
+    made.add_argument("model", metavar="REPO[:QUANT]")
+    made.add_argument("--no-wait", action="store_true", help="return once it is under way")
+    _client(made)
+    made = add(
+        "rm",
+        "remove models of the hub cache, their files included",
+        "  llamastead rm ggml-org/gemma-3-4b-it-GGUF:Q8_0",
+        downloads.rm,
+    )
+    made.add_argument("models", nargs="+", metavar="MODEL")
+    _client(made)
     made = add(
         "logs", "print what models wrote", "  llamastead logs gemma\n  llamastead logs -f", models.logs
     )
@@ -191,6 +259,16 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
     made.add_argument("--json", action="store_true", help="print JSON")
     add_setting_flags(made, ("engine", "models_dir", "models_preset", "redis_url", "run_dir"))
     made = add(
+        "check",
+        "show what presets, folders and cache mean: each model's arguments and where each is from",
+        "  llamastead check --models-preset models.ini\n"
+        "  llamastead check --models-dir ~/models -c 8192 --json",
+    )
+    made.usage = "llamastead check [OPTION]... [OPTION OF LLAMA-SERVER]..."
+    made.add_argument("--of", action="append", metavar="MODEL", help="show only this one; may be repeated")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    add_setting_flags(made, ("engine", "models_dir", "models_preset"))
+    made = add(
         "redis",
         "open redis-cli on the herd's Redis, or run one command there",
         "  llamastead redis\n  llamastead redis HGETALL llamastead:herd",
@@ -209,8 +287,14 @@ def _output(parser: Parser, what: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"write {what} there")
 
 
+def _count(text: str) -> int:
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 1 on, not '{text}'")
+
+
 def _follow(parser: Parser, lines: int) -> None:
     parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
     parser.add_argument(
-        "-n", "--lines", type=int, default=lines, metavar="N", help=f"how many (default {lines})"
+        "-n", "--lines", type=_count, default=lines, metavar="N", help=f"how many (default {lines})"
     )

@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -35,6 +36,28 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) ->
 def print_json(value: Any) -> None:
     """Print a value as JSON on indented lines."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yield what tells how far a wait is: one live line on a terminal, else a line for each change.
+
+    It goes to standard error, so that the result can be piped; `quiet` tells nothing.
+    """
+    told = ""
+    terminal = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+    def tell_line(text: str) -> None:
+        nonlocal told
+        if text != told and not quiet:
+            print(text, file=sys.stderr, flush=True)
+        told = text
+
+    if quiet or not terminal.is_terminal:
+        yield tell_line
+        return
+    with terminal.status("") as status:
+        yield lambda text: status.update(Text(text))
 
 
 def complain(message: str) -> None:

@@ -1,18 +1,18 @@
 """Commands that run a role of the herd in the foreground: up, gateway, supervisor, worker."""
 
 import argparse
+import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llamastead.cli.flags import (
     UsageError,
     add_setting_flags,
-    check_engine_words,
     given_settings,
-    setting_flags,
     split_words,
 )
 from llamastead.shared import log
+from llamastead.shared.faults import VARIABLE, faults_folder
 from llamastead.shared.settings import Settings, load_settings
 
 # Role → what it is, and examples.
@@ -34,6 +34,25 @@ ROLES = {
     ),
     "worker": ("run a worker for long jobs", "  llamastead worker --redis-url redis://redis:6379"),
 }
+_ALL = frozenset({"run_dir", "redis_url", "redis_prefix", "host_id", "log_level", "log_format"})
+# Role → the settings that mean something to it. The others are taken, too: one set of flags may serve all.
+SETTINGS: Mapping[str, frozenset[str]] = {
+    "up": frozenset(Settings.model_fields),
+    "gateway": _ALL
+    | {"host", "port", "reuse_port", "workers", "stop_timeout", "drain_wait"}
+    | {"api_keys", "api_key_file", "admin_keys", "probe_keys", "ssl_key_file", "ssl_cert_file"}
+    | {"api_prefix", "static_path", "ui_config", "ui_config_file"}
+    | {"cors_origins", "cors_methods", "cors_headers", "cors_credentials"}
+    | {"models_max", "models_autoload", "queue_timeout", "ping_delay", "ping_interval"}
+    | {"timeout", "connect_timeout", "first_byte_timeout", "idle_timeout", "total_timeout"}
+    | {"detach_limit", "socket_idle", "socket_limit"},
+    "supervisor": _ALL
+    | {"models_dir", "models_preset", "models_max", "models_memory_margin", "models_autoload"}
+    | {"device_memory", "engine", "ui", "instance_listen", "instance_ports", "orphan_grace", "stop_timeout"}
+    | {"max_wait", "min_residence", "unload_after", "queue_limit", "queue_limit_total", "queue_timeout"}
+    | {"detach_limit", "stall_timeout"},
+    "worker": _ALL,
+}
 INSTANCES_TOO = ("up", "supervisor")  # these pass llama-server options on
 
 
@@ -48,7 +67,9 @@ def add_flags(role: str, parser: argparse.ArgumentParser) -> None:
         parser.description = (
             f"{parser.description}. Any other option of llama-server is passed on to all instances."
         )
-    add_setting_flags(parser)
+    if role != "up":
+        parser.description = f"{parser.description}. Settings of other roles are taken and mean nothing here."
+    add_setting_flags(parser, shown=SETTINGS[role])
 
 
 def run(role: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
@@ -56,14 +77,20 @@ def run(role: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> int
     ours, rest = split_words(parser, words)
     parsed = parser.parse_args(ours)
     given = given_settings(parsed)
-    settings = load_settings({**given, "instance_args": tuple(rest)} if rest else given)
     if rest and role not in INSTANCES_TOO:
         raise UsageError(f"`llamastead {role}` has no option {rest[0]} (see `llamastead {role} --help`)")
+    settings = load_settings(given)
     if rest:
+        from llamastead.cli.engine_words import ended_by, with_engine_words
         from llamastead.supervisor.engine import find_engine
 
-        check_engine_words(rest, find_engine(settings.engine).options, setting_flags())
+        engine = find_engine(settings.engine)
+        if (code := ended_by(rest, engine)) is not None:
+            return code
+        settings = with_engine_words(given, rest, engine)
     log.setup(settings.log_level, settings.log_format, role)
+    if folder := faults_folder():
+        logging.getLogger(__name__).warning("faults may be ordered in %s (%s)", folder, VARIABLE)
     # Until the role has its own handler: a SIGHUP never ends a process of ours.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return _start(role, settings, parsed)

@@ -11,7 +11,8 @@ from urllib.parse import quote
 import httpx
 from redis.exceptions import RedisError
 
-from llamastead.cli.client import checked
+from llamastead.cli.client import checked, json_of
+from llamastead.shared.addresses import TcpAddress, UnixAddress, parse_address
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.connect import connect
 from llamastead.shared.store.errors import StoreError
@@ -26,18 +27,18 @@ _LISTENING = ("--host", "--port", "--alias")
 
 async def read_models(http: httpx.AsyncClient, also: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """Return GET /models by name, with the entries of `also`, which may be hidden. Raises ClientError."""
-    listed = checked(await http.get("/models")).json()["data"]
+    listed = json_of(checked(await http.get("/models")))["data"]
     models = {entry["id"]: entry for entry in listed}
     for name in also:
         if name not in models:
-            entry = checked(await http.get(f"/v1/models/{quote(name, safe='')}")).json()
+            entry = json_of(checked(await http.get(f"/v1/models/{quote(name, safe='')}")))
             models[entry["id"]] = entry
     return models
 
 
 async def read_herd(http: httpx.AsyncClient) -> dict[str, Any]:
     """Return the herd's engine, versions and limits in force. Raises ClientError."""
-    props = checked(await http.get("/props")).json()
+    props = json_of(checked(await http.get("/props")))
     own = dict(props.get("llamastead", {}))
     own.pop("devices", None)
     return {
@@ -115,8 +116,8 @@ class Machine:
         found: dict[str, Any] = {"model": fields["model"], "pid": int(fields["pid"])}
         with contextlib.suppress(OSError):
             words = _text(found["pid"], "cmdline").rstrip("\0").split("\0")
-            # A pid means something only where it was given: the socket in its command line is the proof.
-            if fields["address"].removeprefix("unix:") in words:
+            # A pid means something only where it was given: the address in its command line is the proof.
+            if _listens_at(words, fields["address"]):
                 found["args"] = without_secrets(words)
                 found["rss_bytes"] = _kibibytes(_text(found["pid"], "status"), "VmRSS")
         return found
@@ -124,6 +125,14 @@ class Machine:
     async def close(self) -> None:
         """Close the connection."""
         await self._redis.aclose()
+
+
+def _listens_at(words: Sequence[str], address: str) -> bool:
+    match parse_address(address):
+        case UnixAddress(path):
+            return path in words
+        case TcpAddress(host, port):
+            return host in words and str(port) in words
 
 
 def host_memory() -> dict[str, int | None]:

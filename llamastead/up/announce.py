@@ -8,9 +8,10 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import httpx
 from redis.exceptions import RedisError
@@ -20,7 +21,7 @@ from llamastead.shared.store.connect import connect
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.supervisor.engine import Engine
-from llamastead.up.folder import http_place
+from llamastead.up.folder import http_place, trust
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +39,11 @@ def say(text: str) -> None:
 class Announcer:
     """Follows the start and prints each fact once it is true."""
 
-    def __init__(self, settings: Settings, engine: Engine | None, url: str | None) -> None:
-        """`engine` and `url` are None where the supervisor or the gateway does not run here."""
+    def __init__(self, settings: Settings, engine: Engine | None, urls: Sequence[str]) -> None:
+        """`engine` is None where no supervisor runs here; `urls` are where gateways listen, if any does."""
         self.settings = settings
         self.engine = engine
-        self.url = url
+        self.urls = urls
         self.began = time.monotonic()
 
     def begin(self) -> None:
@@ -63,10 +64,11 @@ class Announcer:
             models = await self._await_supervisor(supervisor_pid)
             say(f"models     {_per_source(models, self.settings.models_dir)}")
             say(f"supervisor ready after {time.monotonic() - self.began:.1f} s")
-        if self.url is not None:
-            place, socket_path = http_place(self.url)
+        if self.urls:
+            prefix, cert = self.settings.api_prefix, self.settings.ssl_cert_file
+            place, socket_path = http_place(self.urls[0], prefix, tls=cert is not None)
             await self._await_gateway(place, socket_path)
-            say(f"listening  {self.url}")
+            say(f"listening  {', '.join(f'{url}{prefix}' for url in self.urls)}")
             if shown := next((name for name, fields in models.items() if fields.get("hidden") != "1"), None):
                 say(f"try        {self._example(place, socket_path, shown)}")
 
@@ -80,17 +82,18 @@ class Announcer:
                 with contextlib.suppress(RedisError):
                     leader = await client.hgetall(keys.leadership)
                     leads = leader.get("host") == self.settings.host_id and leader.get("pid") == str(pid())
-                    if leads and await client.hexists(keys.herd, "incarnation"):
+                    # Said once it has taken over; until then the models in Redis are those of an earlier run.
+                    if leads and "ready" in leader:
                         return await store.read_models()
                     if not told and time.monotonic() - self.began > LONG_S:
                         told = True
-                        log.warning("the supervisor does not lead yet", extra={"leader": leader or "nobody"})
+                        _tell_of_wait(leader, leads)
                 await asyncio.sleep(LOOK_S)
         finally:
             await client.aclose()
 
     async def _await_gateway(self, place: str, socket_path: str | None) -> None:
-        transport = httpx.AsyncHTTPTransport(uds=socket_path)
+        transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=trust(self.settings.ssl_cert_file))
         async with httpx.AsyncClient(transport=transport, timeout=2.0) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -104,8 +107,19 @@ class Announcer:
         body = json.dumps(request, ensure_ascii=False)
         key = " -H 'Authorization: Bearer YOUR-KEY'" if self.settings.inference_keys() else ""
         dial = f"--unix-socket {shlex.quote(socket_path)} " if socket_path else ""
+        if self.settings.ssl_cert_file:
+            dial += f"--cacert {shlex.quote(str(self.settings.ssl_cert_file))} "
         kind = "-H 'Content-Type: application/json'"
         return f"curl {dial}{place}/v1/completions{key} {kind} -d {shlex.quote(body)}"
+
+
+def _tell_of_wait(leader: Mapping[Any, Any], ours: bool) -> None:
+    """Say why there is no supervisor at work yet: ours is slow, or another one leads, or none."""
+    if ours:
+        log.warning("the supervisor is still taking over")
+        return
+    who = f"pid {leader.get('pid')} on {leader.get('host')}" if leader else "nobody"
+    log.warning("the supervisor does not lead yet", extra={"leader": who})
 
 
 def _per_source(models: Mapping[str, Mapping[str, str]], folder: Path | None) -> str:

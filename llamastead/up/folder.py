@@ -3,9 +3,11 @@
 import fcntl
 import json
 import os
+import ssl
 import stat
 from pathlib import Path
 
+from llamastead.shared.disk import unusable
 from llamastead.shared.ports import describe
 from llamastead.shared.settings import Settings, SettingsError
 
@@ -47,7 +49,11 @@ class RunLock:
             raise StartError(
                 f"the run folder {run_dir} is in use by {holder}: stop that one, or give another --run-dir"
             ) from None
-        self._write(f"{os.getpid()}\n".encode())
+        try:
+            self._write(f"{os.getpid()}\n".encode())
+        except OSError as error:
+            os.close(self._file)
+            raise StartError(unusable(run_dir / "lock", error)) from None
 
     def release(self) -> None:
         """Give the lock back."""
@@ -63,14 +69,23 @@ class GatewayNote:
     """`gateway.json` in the run folder: where client commands of this machine find the gateway and a key."""
 
     def __init__(self, settings: Settings, url: str) -> None:
-        """Write the note, readable by its owner only."""
+        """Write the note, readable by its owner only. Raises StartError when there is no room for it."""
         self._path = gateway_note_path(settings.run_dir)
         admin = [key.get_secret_value() for key in settings.admin_keys]
         key = next(iter(admin or sorted(settings.inference_keys())), None)
         draft = self._path.with_suffix(".draft")
-        draft.touch(mode=0o600)
-        draft.write_text(json.dumps({"url": url, "key": key}))
-        draft.replace(self._path)
+        note = {"url": url, "key": key}
+        if settings.api_prefix:
+            note["prefix"] = settings.api_prefix
+        if settings.ssl_cert_file:
+            note["cert"] = str(settings.ssl_cert_file)
+        try:
+            draft.touch(mode=0o600)
+            draft.write_text(json.dumps(note))
+            draft.replace(self._path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise StartError(unusable(self._path, error)) from None
 
     def remove(self) -> None:
         """Remove the note."""
@@ -82,11 +97,24 @@ def gateway_note_path(run_dir: Path) -> Path:
     return run_dir / "gateway.json"
 
 
-def http_place(url: str) -> tuple[str, str | None]:
-    """Return the base URL for an HTTP client and the unix socket to dial, None for TCP."""
+def http_place(url: str, prefix: str = "", tls: bool = False) -> tuple[str, str | None]:
+    """Return the base URL for an HTTP client and the unix socket to dial, None for TCP.
+
+    `prefix` is what all paths begin with; `tls` says what is spoken on a unix socket.
+    """
     if url.startswith("unix:"):
-        return "http://localhost", url.removeprefix("unix:").removeprefix("//")
-    return url.rstrip("/"), None
+        base = "https://localhost" if tls else "http://localhost"
+        return f"{base}{prefix}", url.removeprefix("unix:").removeprefix("//")
+    return url.rstrip("/") + prefix, None
+
+
+def trust(cert: str | Path | None) -> ssl.SSLContext | bool:
+    """Return what an HTTP client on this machine trusts: the gateway's own certificate, whatever its name."""
+    if not cert:
+        return True
+    context = ssl.create_default_context(cafile=str(cert))
+    context.check_hostname = False
+    return context
 
 
 def remove_sockets(run_dir: Path) -> None:

@@ -160,9 +160,16 @@ class Loop:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._reap)
-        loop.add_signal_handler(signal.SIGINT, self.ask_stop)
-        loop.add_signal_handler(signal.SIGTERM, self.ask_stop)
+        loop.add_signal_handler(signal.SIGINT, self._told_to_stop)
+        loop.add_signal_handler(signal.SIGTERM, self._told_to_stop)
         loop.add_signal_handler(signal.SIGHUP, self._pass_hup)
+
+    def _told_to_stop(self) -> None:
+        """Stop, and say what that waits for; the second signal is the answer to it."""
+        if not self._stop.is_set():
+            answers_s = f"{self.stop_timeout * GATEWAYS_DRAIN:g}"
+            log.info("stopping; once more cuts the answers under way", extra={"answers_s": answers_s})
+        self.ask_stop()
 
     def _pass_hup(self) -> None:
         """Tell the supervisor to read its sources again; one that is just starting does so anyway."""

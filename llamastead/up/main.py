@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from llamastead.shared.ports import listen
-from llamastead.shared.settings import ENV_PREFIX, Settings
+from llamastead.shared.ports import addresses_of, listen_on
+from llamastead.shared.settings import Settings
+from llamastead.shared.settings_fields import ENV_PREFIX
 from llamastead.shared.store.connect import check, connect
 from llamastead.shared.store.errors import StoreUnreachable
 from llamastead.supervisor.engine import Engine, find_engine
@@ -37,9 +39,14 @@ def run(settings: Settings, only: str | None = None) -> int:
             settings.check_socket_paths()
             taken.callback(RunLock(settings.run_dir).release)
             taken.callback(remove_sockets, settings.run_dir)
-        listener = taken.enter_context(listen(settings.host, settings.port)) if "gateway" in roles else None
+        listeners = []
+        if "gateway" in roles:
+            settings.check_tls()
+            listeners = listen_on(settings.host, settings.port, reuse_port=settings.reuse_port)
+            for listener in listeners:
+                taken.enter_context(listener)
         engine = _tried_engine(settings) if "supervisor" in roles else None
-        return Up(settings, roles, listener, engine).run()
+        return Up(settings, roles, listeners, engine).run()
 
 
 class Up:
@@ -49,16 +56,18 @@ class Up:
         self,
         settings: Settings,
         roles: tuple[str, ...],
-        listener: socket.socket | None,
+        listeners: Sequence[socket.socket],
         engine: Engine | None,
     ) -> None:
-        """`listener` is what gateways accept on; it and `engine` are None where their role does not run."""
+        """`listeners` are what gateways accept on, none where none runs here; `engine` is None where no
+        supervisor does.
+        """
         self.settings = settings
         self.embeds_redis = settings.embedded_redis and roles == ROLES
-        self.listener = listener
+        self.listeners = listeners
         self.note: GatewayNote | None = None
         self.loop = Loop(self._programs(roles), settings.stop_timeout)
-        self.announcer = Announcer(settings, engine, url_of(listener) if listener else None)
+        self.announcer = Announcer(settings, engine, [url_of(one, settings) for one in listeners])
 
     def run(self) -> int:
         """Run until stopped and return the exit code."""
@@ -69,8 +78,8 @@ class Up:
 
     async def _run(self) -> int:
         self.announcer.begin()
-        if self.listener is not None:
-            self.note = GatewayNote(self.settings, url_of(self.listener))
+        if self.listeners:
+            self.note = GatewayNote(self.settings, url_of(self.listeners[0], self.settings))
         if self.embeds_redis:
             await await_predecessor(self.settings)
         return await self.loop.run(self._redis_up, self._started, self._stopping)
@@ -92,10 +101,11 @@ class Up:
         await self.announcer.follow(lambda: self.loop.pid_of("supervisor"))
 
     def _stopping(self) -> None:
-        if self.listener is not None:
-            self.listener.close()
-            if self.settings.host.endswith(".sock"):
-                Path(self.settings.host).unlink(missing_ok=True)
+        for listener in self.listeners:
+            listener.close()
+        for place in addresses_of(self.settings.host) if self.listeners else ():
+            if place.endswith(".sock"):
+                Path(place).unlink(missing_ok=True)
         if self.note is not None:
             self.note.remove()
 
@@ -108,21 +118,22 @@ class Up:
             programs.append(_role("supervisor", "supervisor", env, signal.SIGKILL))
         if "worker" in roles:
             programs.append(_role("worker", "worker", env))
-        if self.listener is not None:
-            fd = self.listener.fileno()
-            listening = env | {f"{ENV_PREFIX}LISTEN_FD": str(fd)}
+        if self.listeners:
+            fds = tuple(listener.fileno() for listener in self.listeners)
+            listening = env | {f"{ENV_PREFIX}LISTEN_FD": " ".join(map(str, fds))}
             names = [f"gateway-{k}" for k in range(1, self.settings.gateways + 1)]
-            programs += [_role("gateway", name, listening, pass_fds=(fd,)) for name in names]
+            programs += [_role("gateway", name, listening, pass_fds=fds) for name in names]
         return programs
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the URL under which this machine reaches a listening socket, `unix:<path>` for a unix one."""
+def url_of(listener: socket.socket, settings: Settings) -> str:
+    """Return the URL under which this machine reaches a gateway, `unix:<path>` for a unix socket."""
     if listener.family == socket.AF_UNIX:
         return f"unix:{listener.getsockname()}"
+    scheme = "https" if settings.ssl_cert_file else "http"
     address, port = listener.getsockname()[:2]
     local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - what we listen on
-    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+    return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
 
 
 def _role(

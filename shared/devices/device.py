@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+MIB = 1 << 20
+
 HOST = "host"
 """The name of the host's own memory among the devices."""
 
@@ -12,7 +14,9 @@ class Device:
     """Memory as a device showed it, in bytes.
 
     `name` is `gpu0`, `gpu1`, … in the order of the PCI bus, or `host`; `processes` are bytes by process id,
-    None where they can't be read; `problem` says why this is not a fresh reading, "" if it is.
+    None where they can't be read; `problem` says why this is not a fresh reading, "" if it is. `unified` says
+    that its memory is the host's, `slice` that it is a part of a GPU (MIG); a process sees only one of those.
+    `lost` says that nothing can be started there for now.
     """
 
     name: str
@@ -23,6 +27,9 @@ class Device:
     bus_id: str = ""
     processes: Mapping[int, int] | None = field(default=None, compare=False)
     problem: str = ""
+    unified: bool = False
+    slice: bool = False
+    lost: bool = False
 
 
 def sensible(fresh: Device, last_good: Device | None) -> Device:
@@ -40,6 +47,8 @@ def sensible(fresh: Device, last_good: Device | None) -> Device:
 
 
 def _nonsense(reading: Device) -> str:
+    if reading.unified:
+        return ""
     if reading.total <= 0:
         return f"it reports a total of {reading.total} bytes"
     if not 0 <= reading.free <= reading.total:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pynvml
@@ -12,7 +13,7 @@ T = TypeVar("T")
 
 
 class Gpus:
-    """Reads all GPUs that instances may use; keeps what each showed last.
+    """Reads all GPUs that instances may use, parts of GPUs too; keeps what each showed last.
 
     `visible` is the value of CUDA_VISIBLE_DEVICES (None: all): numbers count in PCI order, since instances
     get CUDA_DEVICE_ORDER=PCI_BUS_ID. `problem` says why there is none, "" when that is no surprise: the
@@ -23,6 +24,7 @@ class Gpus:
         self._visible = visible
         self._running = False
         self._last: dict[str, Device] = {}
+        self._names: dict[str, str] = {}
         self.problem = ""
 
     def read(self) -> tuple[Device, ...]:
@@ -39,12 +41,12 @@ class Gpus:
             return tuple(replace(device, problem=self.problem) for device in self._last.values())
         shown = [sensible(device, self._last.get(device.uuid)) for device in found]
         lost = [
-            replace(device, problem="it is not listed any more")
+            replace(device, problem="it is not listed any more", lost=True)
             for uuid, device in self._last.items()
             if uuid not in {fresh.uuid for fresh in shown}
         ]
         self._last |= {device.uuid: device for device in shown if not device.problem}
-        return tuple(sorted((*shown, *lost), key=lambda device: device.bus_id))
+        return tuple(sorted((*shown, *lost), key=lambda device: (device.bus_id, device.name)))
 
     def close(self) -> None:
         """Let go of the library."""
@@ -74,19 +76,48 @@ class Gpus:
         seen = visible_devices(self._visible, [uuid for _, uuid, _ in ordered])
         return [
             device
-            for position, (bus_id, uuid, handle) in enumerate(ordered)
-            if uuid in seen
-            for device in self._read_one(f"gpu{position}", bus_id, uuid, handle)
+            for bus_id, uuid, handle in ordered
+            for name in (self._name(uuid),)
+            if uuid in seen or self._names_a_slice()
+            for device in self._slices(name, bus_id, uuid, handle, seen)
         ]
 
+    def _name(self, uuid: str) -> str:
+        """Return the name of a GPU: numbered in PCI order when first seen, and kept when others are lost."""
+        return self._names.setdefault(uuid, f"gpu{len(self._names)}")
+
+    def _names_a_slice(self) -> bool:
+        return self._visible is not None and "MIG-" in self._visible
+
+    def _slices(self, name: str, bus_id: str, uuid: str, handle: Any, seen: Sequence[str]) -> list[Device]:
+        """Read a GPU, or its parts where it is cut into such: gpu0.0, gpu0.1, each with a UUID of its own."""
+        mode = _or_none(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+        if mode is None or not mode[0]:
+            return self._read_one(name, bus_id, uuid, handle) if uuid in seen else []
+        named = [word.strip() for word in (self._visible or "").split(",") if word.strip().startswith("MIG-")]
+        found: list[Device] = []
+        for index in range(_or_none(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))) or 0):
+            part = _or_none(partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index))
+            if part is None:  # not every place is taken
+                continue
+            own = _text(pynvml.nvmlDeviceGetUUID(part))
+            if uuid in seen or any(own.startswith(word) for word in named):
+                read = self._read_one(f"{name}.{index}", bus_id, own, part)
+                found += [replace(device, slice=True) for device in read]
+        return found
+
     def _read_one(self, name: str, bus_id: str, uuid: str, handle: Any) -> list[Device]:
+        description = _or_none(lambda: _text(pynvml.nvmlDeviceGetName(handle))) or ""
         try:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        except pynvml.NVMLError_NotSupported:
+            # A GPU of a chip that has one memory for all, as Jetson and GB10.
+            return [Device(name, 0, 0, description, uuid, bus_id, unified=True)]
         except pynvml.NVMLError as error:
             last = self._last.get(uuid)
             self.problem = f"{name}: {error}"
-            return [replace(last, problem=str(error))] if last else []
-        description = _or_none(lambda: _text(pynvml.nvmlDeviceGetName(handle))) or ""
+            lost = isinstance(error, pynvml.NVMLError_GpuIsLost)
+            return [replace(last, problem=str(error), lost=lost)] if last else []
         return [
             Device(
                 name=name,
@@ -116,11 +147,19 @@ def visible_devices(visible: str | None, uuids: Sequence[str]) -> list[str]:
 
 
 def _processes(handle: Any) -> Mapping[int, int] | None:
-    """Return bytes by process id; None when the driver keeps them to itself (WSL, missing rights)."""
+    """Return bytes by process id; None when the driver keeps them to itself (WSL, missing rights).
+
+    Those that draw are asked for as well: a desktop is one, and so is an engine that uses Vulkan.
+    """
     found = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
     if any(process.usedGpuMemory is None for process in found):
         return None
-    return {int(process.pid): int(process.usedGpuMemory) for process in found}
+    used = {int(process.pid): int(process.usedGpuMemory) for process in found}
+    for process in _or_none(lambda: pynvml.nvmlDeviceGetGraphicsRunningProcesses(handle)) or ():
+        if process.usedGpuMemory is not None:
+            # One that does both stands in both lists with all it uses.
+            used[int(process.pid)] = max(int(process.usedGpuMemory), used.get(int(process.pid), 0))
+    return used
 
 
 def _or_none(read: Callable[[], T]) -> T | None:

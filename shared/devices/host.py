@@ -24,15 +24,22 @@ def read_host(root: Path = ROOT) -> Device:
 
 
 def process_memory(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
-    """Return a process's share of the host's memory in bytes: of its own, and mapped from files.
+    """Return a process's share of the host's memory in bytes: what can't be dropped, and pages of files that
+    can.
 
     Pages shared with others count in proportion. None if the process is gone or not ours to look at.
     """
     known = _table(root / f"proc/{pid}/smaps_rollup", unit=1024)
     if "Pss" not in known:
         return None
-    mapped = known.get("Pss_File", 0)
+    # Locked pages of a file (mlock) are no more available to others than pages of its own.
+    mapped = max(0, known.get("Pss_File", 0) - known.get("Locked", 0))
     return known["Pss"] - mapped, mapped
+
+
+def read_oom_kills(root: Path = ROOT) -> int:
+    """Return how many processes the kernel has ended for lack of memory since it runs."""
+    return _table(root / "proc/vmstat").get("oom_kill", 0)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int, str]]:

@@ -2,10 +2,11 @@
 -- looking at the state and holding the claim.
 --
 -- KEYS: herd gateways model_key queue tickets_key commands events
--- ARGV: prefix model ticket gateway kind deadline_ms not_instance first_arrival_ms request_id
---   deadline_ms counts from now; not_instance may be empty; first_arrival_ms is 0 for a new ticket
+-- ARGV: prefix model ticket gateway kind deadline_ms not_instance first_arrival_ms request_id may
+--   deadline_ms counts from now; not_instance may be empty; first_arrival_ms is 0 for a new ticket;
+--   may: load, wake (a sleeper, no more) or wait (for what others have loaded or woken)
 -- Returns: {instance, address, nonce, state revision}, or the ticket's first arrival (ms),
---   or {NO_HERD}, {UNREGISTERED}, {UNKNOWN_MODEL}, {QUEUE_FULL, setting, limit}
+--   or {NO_HERD}, {UNREGISTERED}, {UNKNOWN_MODEL}, {NOT_LOADED}, {QUEUE_FULL, setting, limit}
 -- Emits: queued (a new queue entry); commands: demand, refused (not_instance is what serves now)
 -- @include now_ms
 -- @include emit
@@ -24,10 +25,13 @@ if not name or removed == '1' then
   return { UNKNOWN_MODEL }
 end
 
+local comes = may == 'load'
 if instance and instance ~= '' and instance ~= not_instance then
   local record = prefix .. 'instance:' .. instance
   local state, address, nonce, revision =
     unpack(redis.call('HMGET', record, 'state', 'address', 'nonce', 'state_revision'))
+  local on_its_way = state == 'starting' or state == 'loading' or state == 'waking' or state == 'recovering'
+  comes = comes or on_its_way or (state == 'sleeping' and may == 'wake')
   if state == 'ready' or (state == 'sleeping' and kind == 'peek') then
     redis.call('HSET', prefix .. 'leases:' .. instance, gateway, ticket .. ':' .. beat)
     take_ticket(model, ticket) -- enrolled by an earlier call whose answer was lost
@@ -41,6 +45,9 @@ local enrolled = redis.call('HGET', tickets_key, ticket)
 if enrolled then
   ask('verb', 'demand', 'model', model)
   return cjson.decode(enrolled).enqueued_ms
+end
+if not comes then
+  return { NOT_LOADED }
 end
 
 if kind == 'inference' then

@@ -12,6 +12,7 @@
 -- @include tell_lease_holders
 local model = redis.call('HGET', instance_key, 'model')
 if not model then
+  redis.call('ZREM', instances, instance) -- its record was lost before it ended
   return 0
 end
 tell_lease_holders(instance, 'type', 'ended', 'instance', instance, 'model', model)
@@ -19,6 +20,9 @@ redis.call('DEL', instance_key, leases_key)
 redis.call('ZREM', instances, instance)
 
 local record = prefix .. 'model:' .. model
+if redis.call('EXISTS', record) == 1 then
+  redis.call('HINCRBY', record, 'ends:' .. end_class, 1)
+end
 local finish = { state = state, status = status, end_class = end_class, exit_code = exit_code, reason = reason }
 if redis.call('HGET', record, 'instance') == instance then
   if redis.call('HGET', record, 'removed') == '1' then

@@ -5,9 +5,10 @@
 -- before the previous beat and is not named is removed.
 --
 -- KEYS: herd gateways gateway_info inbox queue instances commands
--- ARGV: prefix gateway beat info leases tickets minting
---   info, leases: JSON objects; tickets: JSON object of lists; minting: JSON list
--- Returns: {known before, herd open, {instance of a lost lease, …}, {missing ticket, …}, last id of the inbox}
+-- ARGV: prefix gateway beat info leases tickets minting batch counts
+--   info, leases: JSON objects; tickets: JSON object of lists; minting: JSON list; counts: JSON object, model → object
+--   of numbers to add to its record, as batch number `batch`: one that is sent again is added once
+-- Returns: {the beat before or 0, herd open, {instance of a lost lease, …}, {missing ticket, …}, last id of the inbox}
 -- Emits: nothing; commands: idle, left
 -- @include write
 -- @include lease_value
@@ -20,6 +21,18 @@ redis.call('ZADD', gateways, beat, gateway)
 write(gateway_info, cjson.decode(info))
 redis.call('PEXPIRE', gateway_info, 600000)
 redis.call('PEXPIRE', inbox, 600000)
+
+if batch ~= '0' and redis.call('HGET', gateway_info, 'batch') ~= batch then
+  redis.call('HSET', gateway_info, 'batch', batch)
+  for model, fields in pairs(cjson.decode(counts)) do
+    local record = prefix .. 'model:' .. model
+    if redis.call('EXISTS', record) == 1 then
+      for name, more in pairs(fields) do
+        redis.call('HINCRBY', record, name, more)
+      end
+    end
+  end
+end
 
 local live_leases, live_tickets = cjson.decode(leases), cjson.decode(tickets)
 local alive = {}
@@ -64,7 +77,11 @@ end
 local missing = {}
 for model, ids in pairs(live_tickets) do
   for _, id in ipairs(ids) do
-    if herd_open == 1 and redis.call('HEXISTS', prefix .. 'tickets:' .. model, id) == 0 then
+    local ticket = redis.call('HGET', prefix .. 'tickets:' .. model, id)
+    if ticket then
+      -- Nobody looks at tickets of a model that has no place in the queue.
+      redis.call('ZADD', queue, 'LT', cjson.decode(ticket).enqueued_ms, model)
+    elseif herd_open == 1 then
       missing[#missing + 1] = id
     end
   end
@@ -85,4 +102,4 @@ for _, model in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
 end
 
 local newest = redis.call('XREVRANGE', inbox, '+', '-', 'COUNT', 1)[1]
-return { previous_beat and 1 or 0, herd_open, lost, missing, newest and newest[1] or '0-0' }
+return { tonumber(previous_beat or 0), herd_open, lost, missing, newest and newest[1] or '0-0' }

@@ -11,12 +11,15 @@
 -- @include emit
 -- @include emit_given
 -- @include set_state
-if redis.call('EXISTS', instance_key) == 0 then
+local is_new, is_listed = redis.call('EXISTS', instance_key) == 0, redis.call('EXISTS', model_key) == 1
+if is_new then
   redis.call('HSET', instance_key, 'model', model, 'started_ms', now_ms, 'last_used_ms', 0, 'state_revision', 0)
-  redis.call('ZADD', instances, now_ms, instance)
-  if redis.call('EXISTS', model_key) == 0 then
-    redis.call('HSET', model_key, 'name', model, 'removed', '1') -- adopted, but no longer in the registry
-  end
+end
+redis.call('ZADD', instances, 'NX', now_ms, instance)
+if not is_listed then
+  redis.call('HSET', model_key, 'name', model, 'removed', '1') -- adopted, but no longer in the registry
+end
+if is_new or not is_listed then
   redis.call('HSET', model_key, 'instance', instance)
 end
 write(instance_key, cjson.decode(fields))

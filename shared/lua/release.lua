@@ -12,9 +12,12 @@
 if lease_id(redis.call('HGET', leases_key, gateway)) ~= lease then
   return 0
 end
-if used == '1' then
+local model = redis.call('HGET', instance_key, 'model')
+if used == '1' and model then
   redis.call('HSET', instance_key, 'last_used_ms', now_ms)
-  redis.call('HSET', prefix .. 'model:' .. redis.call('HGET', instance_key, 'model'), 'last_used_ms', now_ms)
+  if redis.call('EXISTS', prefix .. 'model:' .. model) == 1 then -- a single field would look like a whole record
+    redis.call('HSET', prefix .. 'model:' .. model, 'last_used_ms', now_ms)
+  end
 end
 take_lease(instance, gateway, lease)
 return 1

@@ -9,9 +9,12 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.connection import DefaultParser
+from redis.driver_info import DriverInfo
 from redis.exceptions import (
     AuthenticationError,
     NoPermissionError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
@@ -20,6 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from llamastead.shared.disk import is_shortage
 from llamastead.shared.store.errors import StoreUnreachable
 
 BLOCK_MS = 4000
@@ -29,8 +33,24 @@ SOCKET_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 OLDEST = (7, 0)
 
+# What connections say of themselves. Left to each, it is read from a file each time.
+_DRIVER = DriverInfo()
+
 # A connection that died since its last use, or whose server is a replica by now: once more on a new one.
 _FRESH_CONNECTION = (RedisConnectionError, ReadOnlyError)
+
+
+class SavingFailsError(ResponseError):
+    """Redis could not save its data and takes no writes until it can: its disk is full, for example."""
+
+    def __init__(self, message: str, status_code: str | None = None) -> None:
+        super().__init__(f"{status_code} {message}", status_code=status_code)
+
+
+class _Parser(DefaultParser):  # type: ignore[misc, valid-type]  # which one depends on what is installed
+    """Tells a Redis that can't save from one that refuses a call for good."""
+
+    EXCEPTION_CLASSES = DefaultParser.EXCEPTION_CLASSES | {"MISCONF": SavingFailsError}
 
 
 class _CancellableSend(AbstractConnection):
@@ -70,6 +90,7 @@ def connect(
             timeout=connect_timeout,
             decode_responses=True,
             protocol=2,
+            driver_info=_DRIVER,
             retry=AsyncRetry(NoBackoff(), 1, supported_errors=_FRESH_CONNECTION),
             **_timeouts(url, socket_timeout, connect_timeout),
         )
@@ -88,6 +109,8 @@ def connect_sync(
         return redis.Redis.from_url(
             url,
             protocol=2,
+            driver_info=_DRIVER,
+            parser_class=_Parser,
             retry=Retry(NoBackoff(), 1, supported_errors=_FRESH_CONNECTION),
             **_timeouts(url, socket_timeout, connect_timeout),
         )
@@ -134,11 +157,26 @@ async def check(client: Redis, url: str) -> list[str]:
     return []
 
 
+def refuses_writes(error: BaseException) -> str:
+    """Return the word with which Redis refuses to write (MISCONF, OOM, READONLY, …); "" for other errors."""
+    match error:
+        case ReadOnlyError():
+            return "READONLY"
+        case OutOfMemoryError():
+            return "OOM"
+        case ResponseError():
+            word = str(error).partition(" ")[0]
+            return word if word.isupper() else ""
+    return ""
+
+
 def explain(url: str, error: RedisError) -> str:
     """Return what is wrong in a sentence, the URL without its password, and what to do about it."""
     where = redact(url)
     if isinstance(error.__cause__, RedisError):  # the client wraps what went wrong while it logged in
         error = error.__cause__
+    if is_shortage(error):
+        return f"Redis at {where} can't be reached ({error}): no more files may be open, raise `ulimit -n`"
     if isinstance(error, AuthenticationError):
         return f"Redis at {where} refuses the login ({error}): check user and password in --redis-url"
     if isinstance(error, NoPermissionError):
@@ -149,6 +187,8 @@ def explain(url: str, error: RedisError) -> str:
         return (
             f"Redis at {where} does not answer in time: is it up, or does a firewall drop packets on the way?"
         )
+    if isinstance(error, SavingFailsError):
+        return f"Redis at {where} takes no writes ({error}): make room on its disk"
     if isinstance(error, ResponseError):  # a full disk, no such database
         return f"Redis at {where} refuses: {error}"
     return (

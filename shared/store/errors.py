@@ -13,6 +13,7 @@ class Code(IntEnum):
     QUEUE_FULL = -5
     UNKNOWN_INSTANCE = -6
     WRONG_STATE = -7
+    NOT_LOADED = -8
 
 
 class StoreError(Exception):
@@ -21,6 +22,10 @@ class StoreError(Exception):
 
 class StoreUnreachable(StoreError):  # noqa: N818 - named for the fact, as the refusals are
     """Redis can't be used; the text names the address without its password and says what to do."""
+
+
+class KeysLost(StoreError):  # noqa: N818
+    """Redis has lost single keys of the herd: whoever leads next writes all of it anew."""
 
 
 class StoreRefusal(StoreError):  # noqa: N818
@@ -52,6 +57,10 @@ class QueueFull(StoreRefusal):
         self.limit = limit
 
 
+class NotLoaded(StoreRefusal):
+    """The call may not have the model loaded, or woken, and it is not there."""
+
+
 class UnknownInstance(StoreRefusal):
     """No record of that instance."""
 
@@ -79,5 +88,7 @@ def refusal(code: int, details: list[str]) -> StoreRefusal:
             return QueueFull(details[0], int(details[1]))
         case Code.UNKNOWN_INSTANCE:
             return UnknownInstance("no such instance")
+        case Code.NOT_LOADED:
+            return NotLoaded("model is not loaded")
         case Code.WRONG_STATE:
             return WrongState(details[0])

@@ -1,7 +1,7 @@
 """What a gateway does to the shared state. Every method is one round trip unless it says otherwise."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -21,6 +21,8 @@ from llamastead.shared.store.records import (
 )
 from llamastead.shared.store.scripts import Scripts
 from llamastead.shared.words import UseKind
+
+READ_AT_ONCE = 500
 
 
 class GatewayStore:
@@ -45,6 +47,8 @@ class GatewayStore:
         leases: Mapping[str, str],
         tickets: Mapping[str, Sequence[str]],
         minting: Sequence[str],
+        batch: int = 0,
+        counts: Mapping[str, Mapping[str, int]] = {},
     ) -> HeartbeatResult:
         """Register the gateway, or say that it is still there, and bring Redis in line with what it holds.
 
@@ -52,7 +56,9 @@ class GatewayStore:
         `minting` (ids of `acquire` calls under way) are everything alive in this process when the call is
         made: live leases that Redis lost are booked again where the instance exists and is not stopping;
         leases and tickets of this gateway that are not alive and were booked before its previous beat are
-        removed. `info` is for display. One heartbeat at a time. Does not raise NoHerd: see HeartbeatResult.
+        removed. `info` is for display. `counts` (model → field of its record → how much more) are added,
+        once however often a `batch` is sent; 0: there are none. One heartbeat at a time. Does not raise
+        NoHerd: see HeartbeatResult.
         """
         self._released_meanwhile = []
         try:
@@ -74,6 +80,8 @@ class GatewayStore:
                     "leases": json.dumps(dict(leases)),
                     "tickets": json.dumps({model: list(ids) for model, ids in tickets.items()}),
                     "minting": json.dumps(list(minting)),
+                    "batch": batch,
+                    "counts": json.dumps({model: dict(fields) for model, fields in counts.items()}),
                 },
             )
         finally:
@@ -82,8 +90,9 @@ class GatewayStore:
         # between, so that is released once more (a no-op in the usual order).
         for instance, owner, lease, used in released or ():
             await self.release(instance, owner, lease, used)
-        known_before, herd_open, lost, missing, inbox_id = reply
-        return HeartbeatResult(bool(known_before), bool(herd_open), tuple(lost), tuple(missing), inbox_id)
+        before, herd_open, lost, missing, inbox_id = reply
+        skipped = bool(before) and before != beat - 1
+        return HeartbeatResult(bool(before), skipped, bool(herd_open), tuple(lost), tuple(missing), inbox_id)
 
     async def acquire(
         self,
@@ -95,6 +104,7 @@ class GatewayStore:
         not_instance: str = "",
         first_arrival_ms: int | None = None,
         request_id: str = "",
+        may: str = "load",
     ) -> Granted | Waiting:
         """Claim the model's instance, or stand in the queue for it.
 
@@ -103,7 +113,8 @@ class GatewayStore:
         the supervisor told.
         `deadline_ms` counts from now; what waits longer is failed by the supervisor. `first_arrival_ms`
         enrols a lost ticket with its old place. Calling again with the same ticket is harmless; a call of
-        unknown outcome is undone by `give_back`. Raises NoHerd, UnknownModel, Unregistered, QueueFull.
+        unknown outcome is undone by `give_back`. `may`: `load`, `wake` (a sleeper, no more) or `wait` (for
+        what others have loaded or woken). Raises NoHerd, UnknownModel, Unregistered, NotLoaded, QueueFull.
         """
         reply = await self._scripts.call(
             "acquire",
@@ -125,6 +136,7 @@ class GatewayStore:
                 "not_instance": not_instance,
                 "first_arrival_ms": first_arrival_ms or 0,
                 "request_id": request_id,
+                "may": may,
             },
         )
         if isinstance(reply, int):
@@ -221,15 +233,35 @@ class GatewayStore:
         return herd
 
     async def read_models(self) -> dict[str, dict[str, str]]:
-        """Return every model in listing order, name → fields; two round trips."""
-        return await self._hashes(self._keys.models, self._keys.model)
+        """Return every model in listing order, name → fields; thousands in pieces, so that others get on."""
+        found = await self._hashes(self._keys.models, self._keys.model)
+        return {name: fields for name, fields in found.items() if "name" in fields}
 
     async def read_model(self, name: str) -> dict[str, str]:
-        """Return the fields of one model (canonical name); raises UnknownModel."""
+        """Return the fields of one model (canonical name).
+
+        Raises UnknownModel, and NoHerd where it is not known which models there are.
+        """
         model = await self._hash(self._keys.model(name))
-        if not model or model.get("removed") == "1":
+        if "name" not in model or model.get("removed") == "1":
+            await self.read_herd()
             raise refusal(Code.UNKNOWN_MODEL, [])
         return model
+
+    async def read_unlisted(self, names: Iterable[str]) -> list[str]:
+        """Return those of the models of which there is no record, or not all of it; thousands in pieces."""
+        wanted, found = list(names), []
+        for start in range(0, len(wanted), READ_AT_ONCE):
+            some = wanted[start : start + READ_AT_ONCE]
+            pipeline = self._redis.pipeline()
+            for name in some:
+                pipeline.hexists(self._keys.model(name), "revision")
+            found += [name for name, there in zip(some, await pipeline.execute(), strict=True) if not there]
+        return found
+
+    async def read_downloads(self) -> dict[str, dict[str, str]]:
+        """Return every download under way, oldest first, name → fields; two round trips."""
+        return await self._hashes(self._keys.downloads, self._keys.download)
 
     async def read_aliases(self) -> dict[str, str]:
         """Return alias → canonical name."""
@@ -237,23 +269,30 @@ class GatewayStore:
 
     async def read_queue(self) -> dict[str, Demand]:
         """Return who waits: model → its tickets, the entry that came first standing first."""
-        now_ms, entries = await self._scripts.call("read_queue", {"queue": self._keys.queue}, {})
-        return demands(now_ms, entries)
+        _, entries = await self._scripts.call("read_queue", {"queue": self._keys.queue}, {})
+        return demands(entries)
 
     async def read_waits(self) -> tuple[int, dict[str, Wait]]:
-        """Return Redis's time and why models are waited for, as the supervisor wrote it; two round trips."""
+        """Return Redis's time and why models are waited for, as the supervisor wrote it."""
         names = cast("list[str]", await self._redis.zrange(self._keys.models, 0, -1))
-        pipeline = self._redis.pipeline()
-        pipeline.time()
-        for name in names:
-            pipeline.hmget(self._keys.model(name), WAIT_FIELDS)
-        (seconds, micros), *found = await pipeline.execute()
+        found: list[list[str]] = []
+        for start in range(0, len(names), READ_AT_ONCE):
+            some = names[start : start + READ_AT_ONCE]
+            pipeline = self._redis.pipeline()
+            for name in some:
+                pipeline.hmget(self._keys.model(name), WAIT_FIELDS)
+            found += await pipeline.execute()
+        seconds, micros = await self._redis.time()
         waits = {name: wait(values) for name, values in zip(names, found, strict=True) if values[0]}
         return seconds * 1000 + micros // 1000, waits
 
     async def read_instances(self) -> dict[str, dict[str, str]]:
         """Return every instance, oldest first, id → fields; two round trips."""
         return await self._hashes(self._keys.instances, self._keys.instance)
+
+    async def read_instance(self, instance: str) -> dict[str, str]:
+        """Return the fields of one instance, empty where there is none."""
+        return await self._hash(self._keys.instance(instance))
 
     async def read_leases(self, instance: str) -> dict[str, str]:
         """Return who holds an instance, gateway → lease id."""
@@ -320,7 +359,11 @@ class GatewayStore:
 
     async def _hashes(self, index: str, key_of: Callable[[str], str]) -> dict[str, dict[str, str]]:
         names = cast("list[str]", await self._redis.zrange(index, 0, -1))
-        pipeline = self._redis.pipeline()
-        for name in names:
-            pipeline.hgetall(key_of(name))
-        return {name: fields for name, fields in zip(names, await pipeline.execute(), strict=True) if fields}
+        found: dict[str, dict[str, str]] = {}
+        for start in range(0, len(names), READ_AT_ONCE):
+            some = names[start : start + READ_AT_ONCE]
+            pipeline = self._redis.pipeline()
+            for name in some:
+                pipeline.hgetall(key_of(name))
+            found.update(zip(some, await pipeline.execute(), strict=True))
+        return {name: fields for name, fields in found.items() if fields}

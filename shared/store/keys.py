@@ -42,6 +42,10 @@ class Keys:
         return self.prefix + "gateways"
 
     @property
+    def downloads(self) -> str:
+        return self.prefix + "downloads"
+
+    @property
     def commands(self) -> str:
         return self.prefix + "commands"
 
@@ -52,6 +56,10 @@ class Keys:
     @property
     def workers(self) -> str:
         return self.prefix + "workers"
+
+    @property
+    def jobs(self) -> str:
+        return self.prefix + "jobs"
 
     @property
     def rq(self) -> str:
@@ -69,6 +77,12 @@ class Keys:
 
     def tickets(self, model: str) -> str:
         return f"{self.prefix}tickets:{model}"
+
+    def conversation(self, name: str) -> str:
+        return f"{self.prefix}conversation:{name}"
+
+    def download(self, name: str) -> str:
+        return f"{self.prefix}download:{name}"
 
     def gateway(self, gateway: str) -> str:
         return f"{self.prefix}gateway:{gateway}"
@@ -90,3 +104,6 @@ class Keys:
 
     def worker(self, worker: str) -> str:
         return f"{self.prefix}worker:{worker}"
+
+    def job(self, job: str) -> str:
+        return f"{self.prefix}job:{job}"

@@ -91,15 +91,19 @@ class LeaderStore:
         return str(reply)
 
     async def publish(
-        self, registry_revision: str, models: Mapping[str, Fields], aliases: Mapping[str, str]
+        self,
+        registry_revision: str,
+        models: Mapping[str, Fields | None],
+        aliases: Mapping[str, str],
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make this the registry, in this order, in one change; one event `registry`.
+        """Make this the registry, in this order, in one change; one event `registry`, with `changes`.
 
-        The given fields are written and all others of a model stay. A model that is gone vanishes, or, while
-        it has an instance, is marked `removed` (no more admissions) until that ends. Its waiting tickets: see
-        `fail`.
+        The given fields are written and all others of a model stay; None leaves a model as it is. A model
+        that is gone vanishes, or, while it has an instance, is marked `removed` (no more admissions) until
+        that ends. Its waiting tickets: see `fail`.
         """
-        registry = [[name, _plain(fields)] for name, fields in models.items()]
+        registry = [[name] if fields is None else [name, _plain(fields)] for name, fields in models.items()]
         await self._as_leader(
             "publish",
             {
@@ -108,8 +112,17 @@ class LeaderStore:
                 "herd": self._keys.herd,
                 "events": self._keys.events,
             },
-            {"revision": registry_revision, "registry": json.dumps(registry), "alias_names": _json(aliases)},
+            {
+                "revision": registry_revision,
+                "registry": json.dumps(registry),
+                "alias_names": _json(aliases),
+                "changes": json.dumps(changes or {}),
+            },
         )
+
+    async def put_herd(self, fields: Fields) -> None:
+        """Write facts of the herd that change while it is open."""
+        await self._as_leader("put_herd", {"herd": self._keys.herd}, {"fields": _json(fields)})
 
     async def put_model(self, model: str, fields: Fields, event: Fields | None = None) -> None:
         """Write fields of a model (metadata, progress, reasons) and emit `event`, which has a `kind`."""
@@ -118,6 +131,43 @@ class LeaderStore:
             {"model_key": self._keys.model(model), "events": self._keys.events},
             {"fields": _json(fields), "event": _json(event or {})},
         )
+
+    async def count(
+        self, model: str, instance: str, counters: Mapping[str, float], gauges: Mapping[str, float]
+    ) -> None:
+        """Add to the fields `counters` of a model what its instance has done since the last time; they are as
+        the instance counts, from its start on. `gauges` are written as they are.
+        """
+        await self._as_leader(
+            "count",
+            {"model_key": self._keys.model(model)},
+            {"instance": instance, "counters": json.dumps(counters), "gauges": json.dumps(gauges)},
+        )
+
+    async def put_download(self, name: str, fields: Fields, event: Fields | None = None) -> None:
+        """Begin a download or write fields of it, and emit `event`, which has a `kind`."""
+        await self._as_leader(
+            "put_download",
+            {
+                "download_key": self._keys.download(name),
+                "downloads": self._keys.downloads,
+                "events": self._keys.events,
+            },
+            {"name": name, "fields": _json(fields), "event": _json(event or {})},
+        )
+
+    async def drop_download(self, name: str, event: Fields | None = None) -> bool:
+        """Forget a download and emit `event`; False when there was none."""
+        reply = await self._as_leader(
+            "drop_download",
+            {
+                "download_key": self._keys.download(name),
+                "downloads": self._keys.downloads,
+                "events": self._keys.events,
+            },
+            {"name": name, "event": _json(event or {})},
+        )
+        return bool(reply)
 
     async def put_devices(
         self, host: str, accounts: Mapping[str, Mapping[str, Any]], held: Mapping[str, Mapping[str, int]]
@@ -145,13 +195,30 @@ class LeaderStore:
         now_ms, queue, claims, gateways = reply
         return Facts(
             now_ms,
-            demands(now_ms, queue),
+            demands(queue),
             {
                 instance: Claims({name: lease_id(value) for name, value in pairs(leases)}, int(last_used_ms))
                 for instance, last_used_ms, leases in claims
             },
             {gateway: int(beat) for gateway, beat in pairs(gateways)},
         )
+
+    async def missing(self, *, has_models: bool, has_aliases: bool) -> list[str]:
+        """Return the names of keys that a leader wrote and that are gone; what the registry has none of is
+        not missed.
+        """
+        reply = await self._as_leader(
+            "missing",
+            {
+                "herd": self._keys.herd,
+                "leadership": self._keys.leadership,
+                "models": self._keys.models,
+                "aliases": self._keys.aliases,
+                "instances": self._keys.instances,
+            },
+            {"has_models": int(has_models), "has_aliases": int(has_aliases)},
+        )
+        return [str(name) for name in reply]
 
     # --- instances
 
@@ -238,6 +305,10 @@ class LeaderStore:
             {"instance": instance, "status": _status(InstanceState.DRAINING)},
         )
         return bool(reply)
+
+    async def want(self, instance: str) -> None:
+        """Tell gateways with a lease on an instance that its room is wanted: {type: wanted, instance}."""
+        await self._as_leader("want", {}, {"instance": instance})
 
     async def undrain(self, instance: str) -> int | None:
         """DRAINING → READY with the same grants as `ready`; None when it is not DRAINING."""
@@ -348,6 +419,10 @@ class LeaderStore:
         )
         return bool(reply)
 
+    async def at_work(self, orders: Mapping[str, str]) -> None:
+        """Tell gateways that their commands (id → gateway) are being done: inbox {type: at_work, command}."""
+        await self._as_leader("at_work", {}, {"orders": json.dumps(dict(orders))})
+
     async def done(self, commands: Sequence[str]) -> None:
         """Be done with commands that take no answer."""
         await self._as_leader("done", {"commands": self._keys.commands}, {"ids": json.dumps(list(commands))})
@@ -394,7 +469,7 @@ class LeaderStore:
             {"commands": self._keys.commands},
             {"limit": limit, "take_over": int(take_over)},
         )
-        return [command(now_ms, entry, dict(pairs(flat))) for entry, flat in entries]
+        return [command(now_ms, entry, dict(pairs(flat)), take_over) for entry, flat in entries]
 
 
 def _plain(fields: Fields) -> dict[str, str]:

@@ -18,17 +18,16 @@ def lease_id(value: str) -> str:
     return value.rpartition(":")[0]
 
 
-def demands(now_ms: int, entries: Sequence[Sequence[Any]]) -> dict[str, Demand]:
+def demands(entries: Sequence[Sequence[Any]]) -> dict[str, Demand]:
     """Return model → demand from the scripts' queue facts, keeping their order."""
-    return {model: _demand(now_ms, int(first_ms), tickets) for model, first_ms, tickets in entries}
+    return {model: _demand(int(first_ms), tickets) for model, first_ms, tickets in entries}
 
 
-def _demand(now_ms: int, first_ms: int, flat: Sequence[str]) -> Demand:
+def _demand(first_ms: int, flat: Sequence[str]) -> Demand:
     tickets = sorted(
         (_ticket(name, value) for name, value in pairs(flat)), key=lambda t: (t.enqueued_ms, t.id)
     )
-    expired = tuple(ticket.id for ticket in tickets if ticket.deadline_ms <= now_ms)
-    return Demand(first_ms, tuple(tickets), expired)
+    return Demand(first_ms, tuple(tickets))
 
 
 def _ticket(ticket: str, value: str) -> Ticket:
@@ -70,11 +69,10 @@ def messages(reply: Any, stream: str) -> tuple[Message, ...]:
     return tuple(Message(entry, dict(fields)) for entry, fields in entries)
 
 
-def command(now_ms: int, entry: str, fields: dict[str, str]) -> Command:
-    """Return an entry of `commands`; `fields` is taken apart."""
+def command(now_ms: int, entry: str, fields: dict[str, str], again: bool) -> Command:
+    """Return an entry of `commands`; `fields` is taken apart. `again`: it was read before."""
     verb, gateway = fields.pop("verb", ""), fields.pop("gateway", "")
     until = fields.pop("deadline_ms", None)
     deadline_ms = None if until is None else int(until)
-    return Command(
-        entry, verb, gateway, deadline_ms, deadline_ms is not None and deadline_ms <= now_ms, fields
-    )
+    expired = deadline_ms is not None and deadline_ms <= now_ms
+    return Command(entry, verb, gateway, deadline_ms, expired, fields, again)

@@ -31,13 +31,16 @@ class HeartbeatResult:
     """What a heartbeat found.
 
     `known_before`: this gateway was registered already; False after a sweep or with an emptied Redis.
-    `herd_open`: a leader has opened the herd; while False nothing is reported lost or missing. `lost_leases`:
-    instances whose asserted lease is worth nothing any more (ended or stopping). `missing_tickets`: asserted
-    tickets that do not wait (any more): settled by a message at or before `inbox_id`, or lost. Those still
-    unsettled once the inbox is read up to `inbox_id` are to be enrolled again.
+    `skipped`: the last one that Redis knows of is not the one before this: some did not arrive, or Redis
+    is back with older data. `herd_open`: a leader has opened the herd; while False nothing is reported
+    lost or missing. `lost_leases`: instances whose asserted lease is worth nothing any more (ended or
+    stopping). `missing_tickets`: asserted tickets that do not wait (any more): settled by a message at or
+    before `inbox_id`, or lost. Those still unsettled once the inbox is read up to `inbox_id` are to be
+    enrolled again.
     """
 
     known_before: bool
+    skipped: bool
     herd_open: bool
     lost_leases: tuple[str, ...]
     missing_tickets: tuple[str, ...]
@@ -86,7 +89,6 @@ class Demand:
 
     first_ms: int
     tickets: tuple[Ticket, ...]
-    expired: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class Command:
     Verbs of gateways: load, unload, logs, … (`gateway` set: answer it). Verbs that scripts and jobs write (no
     answer): demand{model}, left{model}, idle{instance, last_used_ms}, broken{instance, errors},
     metadata{identity, model}. `expired`:
-    its deadline had passed when it was read; answer so and do nothing.
+    its deadline had passed when it was read; answer so and do nothing. `again`: it was read before, by
+    a leader that may have done it without saying so.
     """
 
     id: str
@@ -172,3 +175,4 @@ class Command:
     deadline_ms: int | None
     expired: bool
     fields: Mapping[str, str]
+    again: bool = False

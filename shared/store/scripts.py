@@ -13,9 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import redis as blocking
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
+from redis.commands.core import Script as BlockingScript
 
+from llamastead.shared.faults import fault_point
 from llamastead.shared.store.errors import Code, refusal
 
 FOLDER = Path(__file__).parent.parent / "lua"
@@ -63,6 +66,13 @@ def load(name: str, folder: Path = FOLDER) -> Script:
     return Script(name, keys, argv, includes, "\n".join([*parts, text]))
 
 
+@cache
+def load_all() -> None:
+    """Read all scripts, once: a process that may open no more files still has them."""
+    for path in FOLDER.glob("*.lua"):
+        load(path.stem)
+
+
 _FENCED = Code.STALE_LEADER.name
 
 
@@ -90,6 +100,7 @@ class Scripts:
     """Runs scripts on one client: EVALSHA, loading a script that Redis does not know (yet, or any more)."""
 
     def __init__(self, redis: Redis, prefix: str) -> None:
+        load_all()
         self._redis = redis
         self._prefix = prefix
         self._registered: dict[str, tuple[Script, AsyncScript]] = {}
@@ -101,11 +112,10 @@ class Scripts:
         names.
         """
         script, run = self._registered.get(name) or self._register(name)
-        if tuple(keys) != script.keys or tuple(argv) != script.argv[1:]:
-            raise ScriptError(
-                f"{name}: {[*keys, *argv]} given, the header says {[*script.keys, *script.argv]}"
-            )
+        _compare(script, keys, argv)
+        fault_point(f"{name}.before")
         reply = await run(keys=list(keys.values()), args=[self._prefix, *argv.values()])
+        fault_point(f"{name}.after")
         if isinstance(reply, list) and reply and isinstance(reply[0], int) and reply[0] < 0:
             raise refusal(reply[0], reply[1:])
         return reply
@@ -114,3 +124,31 @@ class Scripts:
         script = load(name)
         self._registered[name] = script, self._redis.register_script(script.body)
         return self._registered[name]
+
+
+class BlockingScripts:
+    """The same on a blocking client, for scripts that refuse nothing."""
+
+    def __init__(self, redis: blocking.Redis, prefix: str) -> None:
+        load_all()
+        self._redis = redis
+        self._prefix = prefix
+        self._registered: dict[str, tuple[Script, BlockingScript]] = {}
+
+    def call(self, name: str, keys: Mapping[str, str], argv: Mapping[str, str | int]) -> Any:
+        """Run a script as `Scripts.call` does and return what it returns."""
+        if name not in self._registered:
+            script = load(name)
+            self._registered[name] = script, self._redis.register_script(script.body)
+        script, run = self._registered[name]
+        _compare(script, keys, argv)
+        fault_point(f"{name}.before")
+        reply = run(keys=list(keys.values()), args=[self._prefix, *argv.values()])
+        fault_point(f"{name}.after")
+        return reply
+
+
+def _compare(script: Script, keys: Mapping[str, str], argv: Mapping[str, str | int]) -> None:
+    if tuple(keys) != script.keys or tuple(argv) != script.argv[1:]:
+        given, wanted = [*keys, *argv], [*script.keys, *script.argv]
+        raise ScriptError(f"{script.name}: {given} given, the header says {wanted}")

@@ -3,7 +3,7 @@ event, unless the instance ends first; until then the core leaves that instance 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState
@@ -13,13 +13,18 @@ from llamastead.supervisor.core.reasons import Verdict
 @dataclass(frozen=True)
 class Start:
     """Start an engine for a model, under this new instance id. Answered by Started…, BecameReady or
-    Exited. `share` (0..1) is how far between its smallest and its largest context the model may go.
+    Exited. `share` (0..1) is how far between its smallest and its largest context the model may go, `place`
+    the one device it is put on whole ("": as configured, or split over several), `needs` what is booked for
+    it per device. `beyond` is what it is said to need beyond all there is, which is tried once all the same.
     """
 
     instance: str
     model: str
     revision: str
     share: float = 1.0
+    place: str = ""
+    needs: Mapping[str, int] = field(default_factory=dict)
+    beyond: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,13 @@ class TryDrain:
     instance: str
     for_model: str | None = None
     ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Want:
+    """Run the `want` script: who holds the instance unused gives it back at once. No answer."""
+
+    instance: str
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,14 @@ class FailTickets:
     model: str
     error: ApiError
     tickets: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ShowFailed:
+    """Write down for people that a load failed which had no instance: it was refused before its start."""
+
+    model: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -172,11 +192,13 @@ Action = (
     | Wake
     | TryStop
     | TryDrain
+    | Want
     | TryUndrain
     | TrySleep
     | AbortLoad
     | ForceStop
     | FailTickets
+    | ShowFailed
     | Answer
     | Ended
     | Decide

@@ -7,6 +7,7 @@ that were just settled would seem to wait again.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core.state import Claims, Demand, Device, ModelSpec
 
@@ -28,10 +29,14 @@ class Observed:
 
 @dataclass(frozen=True)
 class DevicesRead:
-    """All devices as read just now, and what each instance's process uses of them, so far as they tell."""
+    """All devices as read just now, and what each instance's process uses of them, so far as they tell.
+
+    Not `complete`: before it is known what lives, so what they show as used may be ours.
+    """
 
     devices: Mapping[str, Device]
     seen: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,13 @@ class RegistryChanged:
 
 
 @dataclass(frozen=True)
+class RestartOrdered:
+    """Instances whose model's revision has changed since they started are to start anew: idle ones now,
+    busy ones once nobody holds them. Sleepers go without being loaded again.
+    """
+
+
+@dataclass(frozen=True)
 class Found:
     """A record of an instance from before our time, not verified yet: it counts, and nothing else."""
 
@@ -72,7 +84,8 @@ class Adopted:
     """An instance from before our time was verified and is in `state`.
 
     `ordered` says that its drain or stop was asked for by a person; `end_class` is the class its stop was
-    given; `needs` is what it took when it became ready, None if nobody noted that.
+    given; `needs` is what was booked for it last, None if nobody noted that; `place` is the device it was put
+    on whole.
     """
 
     instance: str
@@ -87,15 +100,17 @@ class Adopted:
     ordered: bool = False
     end_class: EndClass = EndClass.STOPPED
     needs: Mapping[str, int] | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class RecoveryDone:
     """Every record was verified, or the deadline passed. `preload`: the herd is new, so load-on-startup
-    applies.
+    applies. `ordered`: loads that an earlier leader had been ordered to do and had not done.
     """
 
     preload: bool = True
+    ordered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,10 +275,21 @@ class SleepRefused:
 
 @dataclass(frozen=True)
 class LoadOrdered:
-    """A person asks for a model to be loaded; `command` is answered at once."""
+    """A person asks for a model to be loaded; `command` is answered at once. `again`: an earlier leader may
+    have done it.
+    """
 
     model: str
     command: str
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class DownloadFailed:
+    """The files of a model that is waited for could not be had, for this reason."""
+
+    model: str
+    error: ApiError
 
 
 @dataclass(frozen=True)
@@ -278,13 +304,14 @@ class ShutDown:
 @dataclass(frozen=True)
 class UnloadOrdered:
     """A person asks for a model to go; `force` cuts what runs. An `instance` that is not current any more
-    does nothing.
+    does nothing. `again`: an earlier leader may have done it.
     """
 
     model: str
     command: str
     force: bool = False
     instance: str | None = None
+    again: bool = False
 
 
 InstanceEvent = (
@@ -315,11 +342,13 @@ Event = (
     | MeasuringBegan
     | MeasuringEnded
     | RegistryChanged
+    | RestartOrdered
     | Found
     | Adopted
     | RecoveryDone
     | LoadOrdered
     | UnloadOrdered
+    | DownloadFailed
     | ShutDown
     | InstanceEvent
 )

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from llamastead.shared.waiting import sentence
-from llamastead.shared.words import InstanceState, WaitReason
+from llamastead.shared.words import EndClass, InstanceState, WaitReason
 from llamastead.supervisor.core import queue
 from llamastead.supervisor.core.reasons import Verdict
-from llamastead.supervisor.core.state import Ask, Instance, State
+from llamastead.supervisor.core.state import Ask, Instance, Leaving, State
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,17 @@ def explain(state: State, now: float) -> tuple[Explanation, ...]:
 def unexplained(state: State) -> tuple[str, ...]:
     """Return the models whose entry waits without a reason. There must be none after any step."""
     return tuple(entry.model for entry in queue.entries(state) if entry.model not in state.waits)
+
+
+def why_stopped(leaving: Leaving) -> str:
+    """Return for whose sake an instance was stopped that ended as it was told to."""
+    winner = leaving.for_model or "another model"
+    words = {
+        EndClass.EVICTED: f"made room for {winner}",
+        EndClass.ABANDONED: f"made room for {winner} before it was loaded",
+        EndClass.IDLE: "nobody used it for its unload-after",
+    }
+    return words.get(leaving.end_class, "as asked")
 
 
 def spared(state: State, now: float) -> dict[str, Verdict | None]:

@@ -6,11 +6,16 @@ from typing import Any
 
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core import ledger, trouble
+from llamastead.supervisor.core import explain, ledger, trouble
 from llamastead.supervisor.core.actions import Discrepancy, Ended, ForceStop, Grant, ShowTaken, TrySleep
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, Change
-from llamastead.supervisor.core.orders import on_load_ordered, on_shut_down, on_unload_ordered
+from llamastead.supervisor.core.orders import (
+    on_load_ordered,
+    on_restart_ordered,
+    on_shut_down,
+    on_unload_ordered,
+)
 from llamastead.supervisor.core.state import Ask, Claims, Instance, Leaving
 
 S = InstanceState
@@ -49,12 +54,13 @@ def _with_claims(instance: Instance, claims: Claims) -> Instance:
         used=instance.used or used,
         served=instance.served or used or claims.leases > 0,
         stale=False,
+        wanted=instance.wanted and 0 < claims.leases <= instance.leases,  # a new holder was not told
     )
 
 
 def on_devices_read(draft: Draft, event: ev.DevicesRead) -> None:
     """Take what the devices show; what was awaited too long to show as free is put on record."""
-    read = ledger.take_reading(draft.state, event.devices, event.seen, draft.now)
+    read = ledger.take_reading(draft.state, event.devices, event.seen, draft.now, complete=event.complete)
     draft.state = read.state
     draft.do(*(Discrepancy(device, amount) for device, amount in sorted(read.missing.items())))
 
@@ -86,6 +92,12 @@ def on_registry_changed(draft: Draft, event: ev.RegistryChanged) -> None:
     draft.state = replace(draft.state, models=models, troubles=troubles, tried=tried)
 
 
+def on_download_failed(draft: Draft, event: ev.DownloadFailed) -> None:
+    """Tell those who wait for it why, and for a while those who come next."""
+    if event.model in draft.state.models:
+        trouble.settle_failed(draft, event.model, event.error, doomed=True)
+
+
 def on_found(draft: Draft, event: ev.Found) -> None:
     """Count an instance from before our time, whatever it turns out to be."""
     if event.instance not in draft.state.instances:
@@ -109,9 +121,13 @@ def on_adopted(draft: Draft, event: ev.Adopted) -> None:
         used=used,
         served=used or event.leases > 0,
         leases=event.leases,
+        place=event.place,
         needs=before.needs if event.needs is None else event.needs,
         drowsy=event.state is S.SLEEPING,
     )
+    if event.state in {S.READY, S.DRAINING}:
+        # A device that does not tell of processes shows it as used all the same.
+        adopted = replace(adopted, shown={**adopted.needs, **adopted.shown})
     if event.ordered or event.state in {S.STOPPING, S.STOP_FAILED}:
         adopted = replace(adopted, leaving=Leaving(event.end_class, ordered=True))
     draft.state = draft.state.put(adopted)
@@ -135,12 +151,15 @@ def _from_before(draft: Draft, name: str, model: str, revision: str) -> Instance
 
 
 def on_recovery_done(draft: Draft, event: ev.RecoveryDone) -> None:
-    """Begin to decide; a new herd loads what its registry wants loaded from the start."""
+    """Begin to decide; a new herd loads what is wanted from the start, any what was ordered."""
     orders = dict(draft.state.orders)
     if event.preload and draft.state.recovering:
         for name, spec in draft.state.models.items():
             if spec.load_on_startup and draft.state.instance_of(name) is None:
                 orders.setdefault(name, draft.now)
+    for name in event.ordered:
+        if name in draft.state.models and draft.state.instance_of(name) is None:
+            orders.setdefault(name, draft.now)
     draft.state = replace(draft.state, recovering=False, orders=orders)
 
 
@@ -203,6 +222,9 @@ def on_fell_asleep(draft: Draft, instance: Instance, _: ev.FellAsleep) -> None:
 
 def on_unresponsive(draft: Draft, instance: Instance, event: ev.Unresponsive) -> None:
     """End an instance that never answers, or never right; it counts as crashed."""
+    if instance.state is S.STOPPING and instance.leaving:
+        # Its holder waits for what it still does, which is nothing.
+        draft.do(ForceStop(instance.id, instance.leaving.end_class, event.reason))
     if instance.state not in {S.READY, S.DRAINING}:
         return
     old = instance.leaving or Leaving(EndClass.CRASHED)
@@ -227,7 +249,11 @@ def on_exited(draft: Draft, instance: Instance, event: ev.Exited) -> None:
         asked = None
     broke = asked is None or asked.reason is not None
     end_class = asked.end_class if asked else event.end_class
-    reason = asked.reason if asked and asked.reason else event.reason
+    reason = event.reason
+    if asked and asked.reason:
+        reason = asked.reason
+    elif asked and event.end_class is EndClass.STOPPED:
+        reason = f"{event.reason}: {explain.why_stopped(asked)}"
     ended = draft.change(instance, Change.BROKE if broke else Change.ENDED, ask=None)
     draft.drop_instance(ended)
     draft.state = ledger.release(draft.state, instance, draft.now, failed=instance.state in LOADS)
@@ -297,9 +323,11 @@ def on_undrain_refused(draft: Draft, instance: Instance, _: ev.UndrainRefused) -
 
 
 def on_slept(draft: Draft, instance: Instance, _: ev.Slept) -> None:
-    """It is asleep for all, and what it held is free; what it keeps is seen at the next reading."""
+    """It is asleep for all. Until a reading shows what it keeps, its devices show all it held as used, and so
+    much stays booked: if it is woken before, it needs nothing that it does not have.
+    """
     resting = instance.state is S.SLEEPING
-    _settle(draft, instance, resting=resting, rests={}, shown={} if resting else instance.shown)
+    _settle(draft, instance, resting=resting, rests=dict(instance.needs) if resting else {})
 
 
 def on_sleep_refused(draft: Draft, instance: Instance, event: ev.SleepRefused) -> None:
@@ -357,5 +385,7 @@ _HANDLERS: Mapping[type, Callable[[Draft, Any], None]] = {
     ev.RecoveryDone: on_recovery_done,
     ev.LoadOrdered: on_load_ordered,
     ev.UnloadOrdered: on_unload_ordered,
+    ev.RestartOrdered: on_restart_ordered,
+    ev.DownloadFailed: on_download_failed,
     ev.ShutDown: on_shut_down,
 }

@@ -20,7 +20,9 @@ _MOVES = frozenset({S.RECOVERING, S.STARTING, S.LOADING, S.WAKING, S.STOPPING, S
 _TOLERANCE = 64 << 20
 
 RELEASE_AWAITED_S = 15.0
-"""How long bytes of an ended process are waited for to show as free."""
+"""How long bytes of an ended process are waited for to show as free, and how long others must use more than
+before until nothing is hoped for any more.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,12 @@ def booked(instance: Instance) -> Amounts:
 
 
 def capacity(state: State) -> dict[str, int]:
-    """Return what each device has for us when everything of ours is gone."""
+    """Return what each device has for us when everything of ours is gone, and what others use just now."""
+    return {name: max(0, d.total - d.margin - d.lasting) for name, d in state.devices.items()}
+
+
+def emptied(state: State) -> dict[str, int]:
+    """Return what each device would have for us now if everything of ours were gone."""
     return {name: max(0, d.total - d.margin - d.external) for name, d in state.devices.items()}
 
 
@@ -110,28 +117,52 @@ def _account(state: State, name: str, device: Device) -> Account:
 
 
 def take_reading(
-    state: State, readings: Mapping[str, Device], seen: Mapping[str, Amounts], now: float
+    state: State,
+    readings: Mapping[str, Device],
+    seen: Mapping[str, Amounts],
+    now: float,
+    *,
+    complete: bool = True,
 ) -> Read:
     """Take what the devices show: `seen` is what each instance's process uses, so far as devices tell.
 
     Settles what was awaited to show as free, gives up on what was awaited too long, and works out anew what
-    others use on every device where nothing of ours moves.
+    others use on every device where nothing of ours moves, if all that is ours is known (`complete`).
     """
     instances = {name: _seen(i, seen.get(name)) for name, i in state.instances.items()}
-    devices = {
-        name: replace(reading, external=state.devices[name].external if name in state.devices else 0)
-        for name, reading in readings.items()
-    }
+    before = state.devices
+    devices = {name: _with_external(reading, before.get(name), now) for name, reading in readings.items()}
     state = replace(state, instances=instances, devices=devices)
     state = replace(state, releasing=_still_awaited(state))
     late = [r for r in state.releasing.values() if r.until <= now]
     missing = {n: b for n, b in _sum(r.amounts for r in late).items() if b}
     state = replace(state, releasing={i: r for i, r in state.releasing.items() if r.until > now})
     devices = {
-        name: replace(device, external=_external(state, name, device)) if _is_quiet(state, name) else device
+        name: _lasts(device, _external(state, name, device), missing.get(name, 0), now)
+        if complete and _is_quiet(state, name)
+        else device
         for name, device in state.devices.items()
     }
     return Read(replace(state, devices=devices), missing)
+
+
+def _with_external(reading: Device, before: Device | None, now: float) -> Device:
+    """Return a reading with what was known of others on that device."""
+    if before is None:
+        return replace(reading, more_since=now)
+    known = {name: getattr(before, name) for name in ("external", "lasting", "more_since", "judged")}
+    return replace(reading, **known)
+
+
+def _lasts(device: Device, external: int, missing: int, now: float) -> Device:
+    """Return a device with what others use of it, and how much of that is there for good: what was there when
+    it was judged first, what our own ended processes left for good (`missing`), and what has stayed.
+    """
+    lasting = device.lasting + missing
+    more_since = device.more_since if device.external > device.lasting else now
+    if not device.judged or external <= lasting or now - more_since >= RELEASE_AWAITED_S:
+        return replace(device, external=external, lasting=external, more_since=now, judged=True)
+    return replace(device, external=external, lasting=lasting, more_since=more_since)
 
 
 def release(state: State, instance: Instance, now: float, *, failed: bool) -> State:

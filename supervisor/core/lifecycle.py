@@ -1,11 +1,11 @@
 """The life of an instance as a table: (state, what happened) → state. What is not in the table is illegal.
 
-A second table says how each state is spelled on the wire, as llama-server's router spells it.
+`WIRE_STATUS` says how each state is spelled on the wire, as llama-server's router spells it.
 """
 
 from enum import StrEnum
 
-from llamastead.shared.words import InstanceState, WireStatus
+from llamastead.shared.words import WIRE_STATUS, InstanceState, WireStatus
 
 S = InstanceState
 
@@ -130,20 +130,6 @@ _TABLE: dict[InstanceState, dict[Change, InstanceState]] = {
     S.FAILED: {},
 }
 
-WIRE: dict[InstanceState, WireStatus] = {
-    S.RECOVERING: WireStatus.LOADED,
-    S.STARTING: WireStatus.LOADING,
-    S.LOADING: WireStatus.LOADING,
-    S.READY: WireStatus.LOADED,
-    S.DRAINING: WireStatus.LOADED,
-    S.SLEEPING: WireStatus.SLEEPING,
-    S.WAKING: WireStatus.LOADING,
-    S.STOPPING: WireStatus.LOADED,
-    S.STOPPED: WireStatus.UNLOADED,
-    S.FAILED: WireStatus.UNLOADED,
-    S.STOP_FAILED: WireStatus.LOADED,
-}
-
 LOADS = frozenset({S.STARTING, S.LOADING})
 SERVES = frozenset({S.READY, S.SLEEPING})
 GOES = frozenset({S.DRAINING, S.STOPPING, S.STOP_FAILED})
@@ -159,7 +145,7 @@ def after(state: InstanceState, change: Change) -> InstanceState:
 
 def wire_status(state: InstanceState | None) -> WireStatus:
     """Return the wire's word for a model whose instance is in this state (None: it has no instance)."""
-    return WireStatus.UNLOADED if state is None else WIRE[state]
+    return WireStatus.UNLOADED if state is None else WIRE_STATUS[state]
 
 
 def page() -> str:
@@ -184,5 +170,5 @@ def page() -> str:
     lines += [f"    {old} --> {new}: {', '.join(changes)}" for (old, new), changes in arrows.items()]
     lines += [f"    {state} --> [*]" for state, row in _TABLE.items() if not row]
     lines += ["```", "", "| state | `status.value` on the wire |", "|---|---|"]
-    lines += [f"| {state} | {status} |" for state, status in WIRE.items()]
+    lines += [f"| {state} | {status} |" for state, status in WIRE_STATUS.items()]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,12 @@ from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import trouble
 from llamastead.supervisor.core.actions import AbortLoad, Answer, ForceStop
 from llamastead.supervisor.core.draft import Draft
-from llamastead.supervisor.core.events import LoadOrdered, ShutDown, UnloadOrdered
+from llamastead.supervisor.core.events import (
+    LoadOrdered,
+    RestartOrdered,
+    ShutDown,
+    UnloadOrdered,
+)
 from llamastead.supervisor.core.lifecycle import GOES, LOADS, Change
 from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Ask, Instance, Leaving, ModelSpec
@@ -30,7 +35,8 @@ def on_load_ordered(draft: Draft, event: LoadOrdered) -> None:
         return
     own = draft.state.instance_of(event.model)
     if own is not None and not _goes(own):
-        draft.do(Answer(event.command, ApiError(400, "model is already running")))
+        running = ApiError(400, "model is already running")
+        draft.do(Answer(event.command, None if event.again else running))
         return
     trouble.forgive(draft, event.model)
     orders = {event.model: draft.now, **draft.state.orders}
@@ -49,12 +55,32 @@ def on_unload_ordered(draft: Draft, event: UnloadOrdered) -> None:
     current = own is not None and event.instance in {None, own.id}
     ordered = event.model in draft.state.orders and event.instance is None
     if not current and not ordered:
-        draft.do(Answer(event.command, ApiError(400, "model is not running")))
+        missing = ApiError(400, "model is not running")
+        draft.do(Answer(event.command, None if event.again else missing))
         return
     draft.drop_order(event.model)
     draft.do(Answer(event.command))
     if own is not None and current:
         _unload(draft, own, force=event.force)
+
+
+def on_restart_ordered(draft: Draft, event: RestartOrdered) -> None:
+    """Send outdated instances away and order their loads, which wait until the old ones are gone. Those who
+    wait for one that loads wait on for the next.
+    """
+    del event
+    models, instances = draft.state.models, draft.state.instances
+    for _, own in sorted(instances.items()):
+        if own.model not in models or own.revision == models[own.model].revision or _goes(own):
+            continue
+        leaving = Leaving(EndClass.STOPPED, ordered=True)
+        if own.state in LOADS:
+            draft.change(own, Change.ABORT, leaving=leaving)
+            draft.do(AbortLoad(own.id, EndClass.STOPPED))
+        elif own.state is not S.STOP_FAILED:
+            draft.set(own, leaving=leaving)
+        if own.state is not S.SLEEPING:
+            draft.state = replace(draft.state, orders={own.model: draft.now, **draft.state.orders})
 
 
 def on_shut_down(draft: Draft, event: ShutDown) -> None:

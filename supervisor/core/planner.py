@@ -9,7 +9,7 @@ device's name; a key that is missing from what is free has no limit.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from math import comb
+from math import comb, inf
 
 from llamastead.shared.words import WaitReason
 from llamastead.supervisor.core.reasons import RefuseReason, Verdict
@@ -52,7 +52,7 @@ class Going:
     """An instance that is on its way out; its room belongs to `owner`, or to the first entry that can use it.
 
     `sure` False: it drains for its owner, and will be ready again if the owner does without it. `failed`: it
-    is what a failed load leaves behind, not one more that went to make room.
+    is what a failed load leaves behind, or a measurement: not one more that went to make room.
     """
 
     instance: str
@@ -65,7 +65,8 @@ class Going:
 @dataclass(frozen=True)
 class Snapshot:
     """What the entry at hand may plan with. `capacity` is what a device has when everything of ours is gone,
-    `debt` what is held beyond what there is, before anything was promised to an entry.
+    and `emptied` that as others use it just now; `debt` is what is held beyond what there is, before anything
+    was promised to an entry.
     """
 
     now: float
@@ -74,6 +75,7 @@ class Snapshot:
     going: tuple[Going, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     debt: Amounts = field(default_factory=dict)
+    emptied: Amounts = field(default_factory=dict)
 
     def with_candidate(self, candidate: Candidate) -> "Snapshot":
         """Return it with an instance in place of what was known of that one."""
@@ -87,7 +89,8 @@ class Need:
 
     `overdue_at` is when busy ones may be drained for it; `evict_more`: its start ran out of memory, so one
     more must go than the figures say; `may_choose` False: its own instance has yet to go, so no victim is
-    picked for it yet.
+    picked for it yet. `place` is the one device it would be whole on, "" if there is none such; `grows` is
+    what it takes beyond `amounts` where there is room.
     """
 
     model: str
@@ -96,6 +99,8 @@ class Need:
     max_wait: float
     evict_more: bool = False
     may_choose: bool = True
+    place: str = ""
+    grows: Amounts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,13 +147,43 @@ class Refuse:
 Plan = Start | MakeRoom | Hold | Refuse
 
 
+def choose(snapshot: Snapshot, needs: Sequence[Need]) -> tuple[Need, Plan]:
+    """Return which of its alternatives an entry gets, and the plan for that one.
+
+    Those that are whole on one device come before the one that has no place, the last: that is for a model
+    which is refused on each of them. Among them the one with room now that has most of it, else the one that
+    asks for the fewest to go, else the one that waits for the least.
+    """
+    *whole, other = needs
+    plans = [(need, plan(snapshot, need)) for need in whole]
+    able = [each for each in plans if not isinstance(each[1], Refuse)]
+    if not able:
+        return other, plan(snapshot, other)
+    return min(able, key=lambda each: _preference(snapshot, *each))
+
+
+def _preference(snapshot: Snapshot, need: Need, decided: Plan) -> tuple[tuple[float, ...], str]:
+    room = -float(snapshot.free.get(need.place, 0))
+    match decided:
+        case MakeRoom():
+            asked = [c for c in snapshot.candidates if c.instance in decided.victims]
+            latest = max((c.ready_at if c.spared else c.rank[1] for c in asked), default=0.0)
+            return (1, len(decided.drains), len(asked), latest, room), need.place
+        case Hold():
+            until = inf if decided.wait.until is None else decided.wait.until
+            return (2, not decided.reserves, -len(decided.takes), until, room), need.place
+        case _:
+            return (0, room, 0, 0, 0), need.place
+
+
 def plan(snapshot: Snapshot, need: Need) -> Plan:
     """Decide what the entry gets. Pure and total: the same snapshot, in any order, gives the same plan."""
     too_big = _missing(need.amounts, snapshot.capacity)
     if too_big:
         return Refuse(RefuseReason.TOO_BIG, too_big)
     short = _missing(need.amounts, snapshot.free)
-    others = any(c.spared not in _NEVER for c in snapshot.candidates) or _makes_room(snapshot.going)
+    beside = [c for c in snapshot.candidates if c.spared not in _NEVER and _is_beside(c, need)]
+    others = bool(beside) or _makes_room(g for g in snapshot.going if _is_beside(g, need))
     more = need.evict_more and others
     if not short and not more:
         return Start()
@@ -165,13 +200,17 @@ def plan(snapshot: Snapshot, need: Need) -> Plan:
         return Hold(_fixed(never), names, reserves=False)
     if any(snapshot.free[key] < -snapshot.debt.get(key, 0) for key in short):
         return Hold(Wait(WaitReason.BEHIND), names)
-    quiet = [c for c in snapshot.candidates if _may_stop(c, need, snapshot.now)]
+    near = [c for c in snapshot.candidates if not more or _is_beside(c, need)]
+    quiet = [c for c in near if _may_stop(c, need, snapshot.now)]
     chosen = _smallest(sorted(quiet, key=lambda c: c.rank), short, more)
     if chosen is None and need.overdue_at <= snapshot.now:
-        busy = [c for c in snapshot.candidates if _may_drain(c, need, snapshot.now)]
+        busy = [c for c in near if _may_drain(c, need, snapshot.now)]
         ordered = sorted(quiet, key=lambda c: c.rank)
         ordered += sorted(busy, key=lambda c: (not c.undecided, c.ready_at, c.model, c.instance))
         chosen = _smallest(ordered, short, more)
+    if chosen is None and _missing(need.amounts, snapshot.emptied):
+        # Others use it just now, or a process of ours shows that is gone already: it may pass.
+        return Hold(Wait(WaitReason.RELEASING), names, reserves=False)
     if chosen is None:
         return Hold(_why(snapshot, need, short), names)
     return MakeRoom(
@@ -221,6 +260,11 @@ def verdict(candidate: Candidate, need: Need, decided: MakeRoom, now: float) -> 
     if candidate.spared is not None:
         return candidate.spared
     return Verdict.RESIDENCE if candidate.held_until(need.max_wait) > now else Verdict.NOT_NEEDED
+
+
+def _is_beside(other: Candidate | Going, need: Need) -> bool:
+    """Whether it holds something of the one device the entry would be whole on; always, if there is none."""
+    return not need.place or other.frees.get(need.place, 0) > 0
 
 
 def _may_stop(candidate: Candidate, need: Need, now: float) -> bool:
@@ -323,8 +367,10 @@ def _fixed(never: Sequence[Candidate]) -> Wait:
 
 
 def _missing(wanted: Amounts, available: Amounts) -> dict[str, int]:
-    """Return what is wanted beyond what is available, where there is a limit."""
-    return {k: n - available[k] for k, n in wanted.items() if k in available and n > available[k]}
+    """Return what is wanted beyond what is available, where there is a limit. Who wants nothing misses
+    nothing, even where others have more than may be booked.
+    """
+    return {k: n - available[k] for k, n in wanted.items() if k in available and n > max(0, available[k])}
 
 
 def _minus(amounts: Amounts, holders: Iterable[Candidate | Going]) -> dict[str, int]:

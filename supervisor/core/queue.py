@@ -3,7 +3,7 @@ rest.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamastead.shared.words import InstanceState
 from llamastead.supervisor.core import ledger
@@ -60,8 +60,9 @@ def max_wait(state: State, spec: ModelSpec) -> float:
     return state.policy.max_wait if spec.max_wait is None else spec.max_wait
 
 
-def need_of(state: State, entry: Entry, own: Instance | None) -> Need:
-    """Return what the planner must find for an entry; a sleeper keeps its slot and needs its bytes back.
+def needs_of(state: State, entry: Entry, own: Instance | None) -> tuple[Need, ...]:
+    """Return what the planner must find for an entry, as alternatives: whole on one device or another, and
+    last as configured. A sleeper keeps its slot and its place, and needs its bytes back.
 
     An estimate never says more than all there is: whether it fits is then seen. So is what is measured to be
     too big, once, when nothing of ours is in its way.
@@ -69,14 +70,22 @@ def need_of(state: State, entry: Entry, own: Instance | None) -> Need:
     spec = state.models[entry.model]
     asleep = own is not None and own.state is S.SLEEPING
     needs = cut_to_size(state, spec.needs) if not spec.measured or may_try(state, spec) else spec.needs
-    return Need(
+    need = Need(
         model=entry.model,
         amounts=_wakes_with(own) if own and asleep else {SLOT: 1, **needs},
         overdue_at=entry.overdue_at,
         max_wait=max_wait(state, spec),
         evict_more=trouble_of(state, entry.model).evict_more,
         may_choose=own is None or asleep,
+        grows=spec.grows,
     )
+    if asleep:
+        return (need,)
+    whole = (
+        replace(need, place=place.device, amounts={SLOT: 1, **place.needs}, grows=place.grows)
+        for place in spec.places
+    )
+    return (*whole, need)
 
 
 def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
@@ -92,6 +101,11 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
         Going(name, ended.amounts, ended.owner if ended.owner in hungry else None, failed=ended.failed)
         for name, ended in sorted(state.releasing.items())
     ]
+    # It ends by itself, soon: nobody else is to go for what it takes.
+    going += [
+        Going(measured_as(model), amounts, None, failed=True)
+        for model, amounts in sorted(state.measuring.items())
+    ]
     for _, instance in sorted(state.instances.items()):
         held = booked(instance)
         leaving = instance.leaving
@@ -102,12 +116,17 @@ def snapshot(state: State, queue: Iterable[Entry], now: float) -> Snapshot:
         else:
             candidates.append(candidate(state, instance, wanted))
     debt = {key: -left for key, left in free.items() if left < 0}
-    return Snapshot(now, free, capacity, tuple(going), tuple(candidates), debt)
+    return Snapshot(now, free, capacity, tuple(going), tuple(candidates), debt, ledger.emptied(state))
+
+
+def measured_as(model: str) -> str:
+    """Return what the measurement of a model is called among instances that go."""
+    return f"measuring {model}"
 
 
 def cut_to_size(state: State, needs: Amounts) -> Amounts:
-    """Return what of these bytes the devices have when everything of ours is gone."""
-    limits = ledger.capacity(state)
+    """Return what of these bytes the devices would have now if everything of ours were gone."""
+    limits = ledger.emptied(state)
     return {name: min(amount, limits.get(name, amount)) for name, amount in needs.items()}
 
 
@@ -119,7 +138,8 @@ def may_try(state: State, spec: ModelSpec) -> bool:
         return False
     limits = ledger.capacity(state)
     short = {name for name, amount in spec.needs.items() if amount > limits.get(name, amount)}
-    return not any(ledger.booked(i).get(name) for i in state.instances.values() for name in short)
+    ours = any(ledger.booked(i).get(name) for i in state.instances.values() for name in short)
+    return bool(short) and not ours
 
 
 def _wakes_with(own: Instance) -> Amounts:

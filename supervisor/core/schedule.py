@@ -3,7 +3,7 @@
 Nothing hangs on having seen a particular event, so a lost or late one costs time and nothing else.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, InstanceState, WaitReason
@@ -13,16 +13,19 @@ from llamastead.supervisor.core.actions import (
     Decide,
     FailTickets,
     Grant,
+    ShowFailed,
     Start,
     TryDrain,
     TrySleep,
     TryStop,
     TryUndrain,
     Wake,
+    Want,
     Weighed,
 )
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.lifecycle import LOADS, SERVES, Change
+from llamastead.supervisor.core.numbers import numbers
 from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Ask, Instance, Leaving, State, Wait
 
@@ -45,6 +48,7 @@ def look(draft: Draft) -> None:
     _lie_down(draft)
     _end_idle(draft)
     _plan(draft)
+    _want(draft)
     _undrain(draft)
     _stop_drained(draft)
     _set_alarm(draft)
@@ -160,8 +164,7 @@ def _plan(draft: Draft) -> None:
         own = draft.state.instance_of(entry.model)
         wait = _waits_for_own(draft, entry, own)
         if wait is None:
-            need = queue.need_of(draft.state, entry, own)
-            decided = planner.plan(left, need)
+            need, decided = planner.choose(left, queue.needs_of(draft.state, entry, own))
             wait = _commit(draft, need, decided, left, own, owners)
             now = draft.state.instance_of(entry.model)
             if own is None and now is not None:
@@ -203,6 +206,8 @@ def _waits_for_own(draft: Draft, entry: queue.Entry, own: Instance | None) -> Wa
         until = trouble.trouble_of(draft.state, entry.model).until
         if until > draft.now:
             return Wait(WaitReason.BACK_OFF, until=until)
+        if draft.state.models[entry.model].absent:
+            return Wait(WaitReason.DOWNLOADING)
         return _waits_for_figures(draft, entry)
     if own.state is S.SLEEPING:
         reason = WaitReason.LEAVING if own.leaving else WaitReason.WAKING
@@ -236,7 +241,8 @@ def _waits_for_figures(draft: Draft, entry: queue.Entry) -> Wait | None:
         for device in amounts
         if device in state.devices and state.devices[device].frees_late
     }
-    return Wait(WaitReason.MEASURING) if beside & spec.needs.keys() else None
+    wanted = spec.needs.keys() | {name for place in spec.places for name in place.needs}
+    return Wait(WaitReason.MEASURING) if beside & wanted else None
 
 
 def _commit(
@@ -258,7 +264,7 @@ def _commit(
         case planner.Start() if own is None:
             return Wait(WaitReason.LOADING, (_start(draft, need, seen).id,))
         case planner.Start() if own is not None and own.state is S.SLEEPING:
-            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now, resting=False, shown={})
+            draft.change(own, Change.WAKE, ask=Ask.GRANT, moved_at=draft.now, resting=False)
             draft.do(Wake(own.id, own.model))
             return Wait(WaitReason.WAKING, (own.id,))
         case planner.Start():
@@ -266,14 +272,29 @@ def _commit(
         case planner.Hold():
             owners.update(dict.fromkeys(decided.takes, need.model))
             return replace(decided.wait, blockers=(own.id,)) if own and not need.may_choose else decided.wait
+        case planner.MakeRoom() if (
+            own is None and decided.victims and (missing := draft.state.models[need.model].missing)
+        ):
+            # Nobody is sent away for a start that will fail. Where there is room it says itself why.
+            trouble.settle_failed(draft, need.model, trouble.missing_error(need.model, missing), doomed=True)
+            draft.do(ShowFailed(need.model, f"{missing} not found"))
+            return None
         case planner.MakeRoom():
             owners.update(dict.fromkeys((*decided.takes, *decided.victims), need.model))
             _send_away(draft, need, decided, seen)
             if own and not need.may_choose:
                 return Wait(WaitReason.LEAVING, (own.id,))
-            gone = not decided.victims and all(name in draft.state.releasing for name in decided.takes)
-            reason = WaitReason.RELEASING if gone else WaitReason.VICTIM
-            return Wait(reason, tuple(sorted((*decided.takes, *decided.victims))))
+            return _waits_for_room(draft.state, decided)
+
+
+def _waits_for_room(state: State, decided: planner.MakeRoom) -> Wait:
+    """Return what an entry waits for whose room others make: those that stop, else what ends by itself."""
+    measured = {queue.measured_as(model) for model in state.measuring}
+    instances = tuple(sorted({*decided.takes, *decided.victims} - measured))
+    if not instances:
+        return Wait(WaitReason.MEASURING)
+    gone = all(name in state.releasing for name in instances)
+    return Wait(WaitReason.RELEASING if gone else WaitReason.VICTIM, instances)
 
 
 def _start(draft: Draft, need: planner.Need, seen: planner.Snapshot) -> Instance:
@@ -281,8 +302,11 @@ def _start(draft: Draft, need: planner.Need, seen: planner.Snapshot) -> Instance
     model = need.model
     state = draft.state
     spec = state.models[model]
-    booked, share = ledger.fit(_bytes(need.amounts), spec.grows, seen.free)
-    if any(amount < spec.needs.get(device, 0) for device, amount in booked.items()):
+    booked, share = ledger.fit(_bytes(need.amounts), need.grows, seen.free)
+    beyond: dict[str, int] = {}
+    if not need.place:
+        beyond = {d: n - booked[d] for d, n in spec.needs.items() if n > booked.get(d, n)}
+    if beyond:
         state = replace(state, tried={**state.tried, model: spec.revision})
     instance = Instance(
         id=f"{state.prefix}-{state.next_number}",
@@ -291,10 +315,11 @@ def _start(draft: Draft, need: planner.Need, seen: planner.Snapshot) -> Instance
         state=S.STARTING,
         started_at=draft.now,
         moved_at=draft.now,
+        place=need.place,
         needs=booked,
     )
     draft.state = replace(state.put(instance), next_number=state.next_number + 1)
-    draft.do(Start(instance.id, model, spec.revision, share))
+    draft.do(Start(instance.id, model, spec.revision, share, need.place, booked, beyond))
     return instance
 
 
@@ -332,6 +357,15 @@ def _try_stop(draft: Draft, instance: Instance, leaving: Leaving) -> None:
 def _try_drain(draft: Draft, instance: Instance, leaving: Leaving) -> None:
     draft.set(instance, leaving=leaving, ask=Ask.DRAIN)
     draft.do(TryDrain(instance.id, leaving.for_model, leaving.ordered))
+
+
+def _want(draft: Draft) -> None:
+    """Have those hurry who hold an instance that an entry waits for: it may be held unused."""
+    busy = {n for wait in draft.state.waits.values() if wait.reason is WaitReason.BUSY for n in wait.blockers}
+    for instance in _instances(draft):
+        if instance.id in busy and instance.leases and not instance.wanted:
+            draft.set(instance, wanted=True)
+            draft.do(Want(instance.id))
 
 
 def _undrain(draft: Draft) -> None:
@@ -405,20 +439,12 @@ def _set_alarm(draft: Draft) -> None:
 
 def _too_big(state: State, need: planner.Need, refused: planner.Refuse) -> ApiError:
     """Return the refusal with its numbers: what is needed, what there is, who holds the rest."""
-    accounts = {account.device: account for account in ledger.account(state)}
-    parts, memory = [], {}
-    for device in sorted(refused.short):
-        needs = need.amounts[device]
-        if device not in accounts:
-            parts.append(f"needs {needs} {device}s, which is {refused.short[device]} more than there are")
-            continue
-        account = accounts[device]
-        held = ", ".join(f"{name} {amount >> 20} MiB" for name, amount in sorted(account.held.items()))
-        parts.append(
-            f"needs {needs >> 20} MiB on {device}, which has {account.total >> 20} MiB: "
-            f"{account.external >> 20} MiB are used by others, {account.margin >> 20} MiB are kept free"
-            + (f", ours: {held}" if held else "")
+    short = dict(sorted(refused.short.items()))
+    text, memory = numbers(state, "needs", {device: need.amounts[device] for device in short})
+    if planner.SLOT in short:
+        slots = (
+            f"needs {need.amounts[planner.SLOT]} slots, which is {short[planner.SLOT]} more than there are"
         )
-        memory[device] = {"needs": needs, **asdict(account)}
-    fields = {"reason": str(refused.reason), "short": dict(sorted(refused.short.items())), "memory": memory}
-    return ApiError(503, f"model name={need.model} is too big: {'; '.join(parts)}", fields)
+        text = "; ".join(part for part in (slots, text) if part)
+    fields = {"reason": str(refused.reason), "short": short, "memory": memory}
+    return ApiError(503, f"model name={need.model} is too big: {text}", fields)

@@ -34,6 +34,9 @@ class Policy:
 class Device:
     """A device's memory in bytes. `free` is what it showed last (None: it does not tell), `margin` what stays
     free, `external` what others use; `frees_late`: bytes of an ended process show as free only after a while.
+    `strangers` are bytes by process that is not ours, so far as the device tells. `lasting` is how much of
+    `external` is there for good: that it is more, since `more_since`, may pass; before it is `judged` nothing
+    of that is known.
     """
 
     total: int
@@ -41,6 +44,10 @@ class Device:
     margin: int = 0
     external: int = 0
     frees_late: bool = False
+    strangers: Mapping[str, int] = field(default_factory=dict)
+    lasting: int = 0
+    more_since: float = 0.0
+    judged: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,17 @@ class Releasing:
 
 
 @dataclass(frozen=True)
+class Place:
+    """One device that a model may be put on whole, and what it needs and may grow by then, in bytes per
+    device: there, and on the host.
+    """
+
+    device: str
+    needs: Mapping[str, int]
+    grows: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What the scheduler must know of a registry entry.
 
@@ -64,7 +82,11 @@ class ModelSpec:
     ends (None: never); `max_wait` None means the herd's.
 
     `needs` is bytes per device at the smallest context that will do, `grows` how much more the largest takes;
-    `measured` says that these are no estimate, `awaited` that a measurement of them is under way or to come.
+    `measured` says that these are no estimate, `awaited` that a measurement of them is under way or to come,
+    `absent` that the model's files have yet to come from the hub, `missing` names files without which a start
+    would fail.
+    With `places` the model goes whole to one of those, and `needs` is for when it is too big for each of
+    them and is split over several.
     """
 
     name: str
@@ -78,6 +100,9 @@ class ModelSpec:
     grows: Mapping[str, int] = field(default_factory=dict)
     measured: bool = False
     awaited: bool = False
+    places: tuple[Place, ...] = ()
+    absent: bool = False
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +167,9 @@ class Instance:
     for all and has given its bytes back but for `rests`; `stale` that the last refusal said nothing that
     helps, so no script is tried before facts are read again.
 
+    `wanted`: those who held it when an entry began to wait for its room were told so.
+
+    `place` is the one device it was put on whole, "" where it lies as configured or split over several;
     `needs` is what is booked for it awake, `shown` how much of that its devices show as used.
     """
 
@@ -151,6 +179,7 @@ class Instance:
     state: InstanceState
     started_at: float
     moved_at: float
+    place: str = ""
     needs: Mapping[str, int] = field(default_factory=dict)
     progress: float | None = None
     ready_at: float | None = None
@@ -162,6 +191,7 @@ class Instance:
     ask: Ask | None = None
     leaving: Leaving | None = None
     stale: bool = False
+    wanted: bool = False
     drowsy: bool = False
     resting: bool = False
     rests: Mapping[str, int] = field(default_factory=dict)

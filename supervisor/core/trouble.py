@@ -2,15 +2,16 @@
 back-off.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from math import ceil
+from typing import Any
 
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass
 from llamastead.supervisor.core.draft import Draft
 from llamastead.supervisor.core.events import Exited
+from llamastead.supervisor.core.numbers import numbers
 from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.core.state import Instance, State, Trouble
 
@@ -20,10 +21,6 @@ _DOOMED_FIRST, _DOOMED_MOST = 5.0, 300.0
 # An instance that served this long has proved itself: its crash counts as a first one.
 _PROVEN = 60.0
 _JITTER = 0.2
-
-FAILURES = frozenset(
-    {EndClass.FAILED_TO_START, EndClass.OUT_OF_MEMORY, EndClass.CRASHED, EndClass.KILLED, EndClass.LOST}
-)
 
 
 def trouble_of(state: State, model: str) -> Trouble:
@@ -76,7 +73,7 @@ def on_failed_start(draft: Draft, instance: Instance, exited: Exited) -> None:
     if can_help:
         remember(draft, model, replace(known, retried=True, evict_more=memory))
         return
-    error = load_error(model, exited.reason, exited.end_class, exited.log)
+    error = load_error(draft.state, instance, exited)
     settle_failed(draft, model, error, doomed=exited.doomed)
 
 
@@ -99,12 +96,26 @@ def forgive(draft: Draft, model: str) -> None:
     remember(draft, model, Trouble(known.revision, known.failures, known.crashes))
 
 
-def load_error(model: str, reason: str, end_class: EndClass, log: Sequence[str]) -> ApiError:
-    """Return the error of a failed load: what failed, the class of the end, and the engine's last lines."""
-    memory = end_class is EndClass.OUT_OF_MEMORY
+def load_error(state: State, instance: Instance, exited: Exited) -> ApiError:
+    """Return the error of a failed load: what failed, the class of the end, and the engine's last lines.
+
+    If it was for memory, also what it was given and what there is.
+    """
+    memory = exited.end_class is EndClass.OUT_OF_MEMORY
     why = RefuseReason.OUT_OF_MEMORY if memory else RefuseReason.LOAD_FAILED
-    fields = {"reason": str(why), "end_class": str(end_class), "log": list(log)}
-    return ApiError(503 if memory else 500, f"model name={model} failed to load: {reason}", fields)
+    fields: dict[str, Any] = {"reason": str(why), "end_class": str(exited.end_class), "log": list(exited.log)}
+    text = f"model name={instance.model} failed to load: {exited.reason}"
+    if memory:
+        told, accounts = numbers(state, "it was given", instance.needs)
+        text = "; ".join(part for part in (text, told) if part)
+        fields |= {"memory": accounts}
+    return ApiError(503 if memory else 500, text, fields)
+
+
+def missing_error(model: str, missing: str) -> ApiError:
+    """Return the error of a load that was not tried, since these files can't be found."""
+    fields = {"reason": str(RefuseReason.LOAD_FAILED), "end_class": str(EndClass.FAILED_TO_START)}
+    return ApiError(500, f"model name={model} failed to load: {missing} not found", fields)
 
 
 def doomed_error(trouble: Trouble, now: float) -> ApiError | None:

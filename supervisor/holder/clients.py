@@ -5,7 +5,7 @@ import json
 
 from loop import READ, WRITE
 
-VERSION = 1
+VERSION = 2
 LONGEST_LINE = 4 << 20
 SLOW_AT = 256 << 10
 BEHIND_AT = 1 << 20

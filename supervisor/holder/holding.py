@@ -2,22 +2,31 @@
 
 import collections
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import socket
 import time
 
-from clients import Client
+from clients import VERSION, Client
+from faults import fault_point
 from ladder import Ladder
 from loop import READ, Loop
 from output import BoundedLog, LinePipe
 from spawn import StartRefusedError, boot_id, leadership_lock, spawn, start_time, write_json
 
+# What is neither information nor debugging: warnings, errors, what has no level such as a failed assertion;
+# each with the indented lines below it.
+NEWS = re.compile(rb"\n((?!\d[\d.]* [ID] |[ \t\n]).+(?:\n[ \t].*)*)")
+NEWS_A_SECOND = 10
+MORE = b"more such lines are in the log file only"
 STATE_PREFIX = b"cmd_child_to_router:state:"
 FIRST_VISITOR_S = 10.0  # how long a spare waits for its supervisor's first connection
 SPARE_GRACE_S = 2.0
-LINES_EVERY_S = 0.05
+LINES_EVERY_S = 0.02
+SETTLED_S = 1.0  # within this after a ready line the log, which a thread of the engine writes, is up to it
 TAIL_LINES = 50
 LONGEST_LINE = 8192
 LONGEST_STATE = 1 << 20
@@ -41,7 +50,7 @@ class Holder:
         self.orphaned = False
         self._leave_at_exit = False
         self._clients = []
-        self._lines, self._lines_timer = [], None
+        self._news_until, self._news_left = 0.0, 0
         self._tail = collections.deque(maxlen=TAIL_LINES)
         self._listener = listener
         loop.watch(listener.fileno(), READ, lambda _: self._on_connection())
@@ -51,6 +60,11 @@ class Holder:
     def key(self):
         """The engine's API key."""
         return self.spec["env"].get("LLAMA_API_KEY", "")
+
+    @property
+    def address(self):
+        """Where the engine listens; a supervisor of an earlier version says only its unix socket."""
+        return self.spec.get("address", f"unix:{self.spec['socket']}")
 
     # Supervisors
 
@@ -121,7 +135,8 @@ class Holder:
         except StartRefusedError as refusal:
             return str(refusal)
         except OSError as error:
-            return f"{error.strerror}: {error.filename}"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return f"{error.strerror}: {error.filename}" + (": make room on its disk" if full else "")
         for each in self._clients:
             self._say_hello(each)
         return None
@@ -149,7 +164,9 @@ class Holder:
             phase=phase,
             **{name: spec.get(name) for name in IDENTITY},
             pid=self.engine.pid if self.engine else None,
-            address=f"unix:{spec['socket']}" if spec else None,
+            address=self.address if spec else None,
+            place=spec.get("place"),
+            needs=spec.get("needs"),
             epoch=self.epoch,
             state=self.state,
             payload=self.payload,
@@ -175,36 +192,41 @@ class Holder:
             if folder != self.folder:
                 os.rename(self.folder, folder)
                 self.folder = folder
+                fault_point("holder.moved")
             identity = {
-                "v": 1,
+                "v": VERSION,
                 **{name: spec[name] for name in IDENTITY},
-                "address": f"unix:{spec['socket']}",
+                "address": spec.get("address", f"unix:{spec['socket']}"),
                 "epoch": epoch,
                 "boot_id": boot_id(),
                 "holder_pid": os.getpid(),
                 "holder_start": start_time(os.getpid()),
             }
             write_json("intent.json", identity)
+            fault_point("holder.intent")
             self.engine = spawn(spec, identity)
+        fault_point("holder.spawned")
         self.spec, self.phase = spec, "starting"
         self._log = BoundedLog(spec["log_path"], spec["log_bytes"])
         self._note(f"starts, pid {self.engine.pid}")
         self._out = LinePipe(self.loop, self.engine.stdout, self._on_stdout, LONGEST_STATE)
-        self._err = LinePipe(self.loop, self.engine.stderr, self._on_stderr, LONGEST_LINE)
+        self._err = LinePipe(self.loop, self.engine.stderr, self._on_output, LONGEST_LINE, LINES_EVERY_S)
 
-    def _on_stdout(self, line):
-        if not line.startswith(STATE_PREFIX):
-            self._on_stderr(line)
-            return
+    def _on_stdout(self, lines):
+        for line in lines.split(b"\n"):
+            if not line.startswith(STATE_PREFIX) or not self._on_state(line[len(STATE_PREFIX) :]):
+                self._on_output(line)
+
+    def _on_state(self, line):
         try:
-            told = json.loads(line[len(STATE_PREFIX) :])
+            told = json.loads(line)
             self.state, self.payload = told["state"], told.get("payload")
         except (ValueError, KeyError, TypeError, AttributeError):
-            self._on_stderr(line)
-            return
+            return False
         if self.state in ENGINE_PHASES:
             self.phase = self.state
         if self.state == "ready":
+            fault_point("holder.ready")
             first = self.ready_at is None
             self.ready_at = time.monotonic()
             if first:
@@ -212,24 +234,36 @@ class Holder:
                 if self.ladder is not None:
                     self.ladder.on_ready()
         self._tell("state", state=self.state, payload=self.payload)
+        return True
 
-    def _on_stderr(self, line):
-        self._log.write(line)
-        text = line[:LONGEST_LINE].decode(errors="replace")
-        self._tail.append(text)
-        self._lines.append(text)
-        if self._lines_timer is None:
-            self._lines_timer = self.loop.after(LINES_EVERY_S, self._send_lines)
+    def _on_output(self, lines):
+        """Keep what the engine logs; pass all of it on while it loads, then only what somebody should see.
 
-    def _send_lines(self):
-        self.loop.cancel(self._lines_timer)
-        self._lines_timer = None
-        if self._lines:
-            lines, self._lines = self._lines, []
-            self._tell("lines", droppable=True, lines=lines)
+        A ready engine logs hundreds of lines a request, so no work is done on each.
+        """
+        self._log.write(lines)
+        self._tail.extend(lines.rsplit(b"\n", TAIL_LINES)[-TAIL_LINES:])
+        settled = self.phase == "ready" and time.monotonic() - self.ready_at > SETTLED_S
+        told = self._news_in(lines) if settled else lines
+        if told:
+            self._tell("lines", droppable=True, lines=[shown(line) for line in told.split(b"\n")])
+
+    def _news_in(self, lines):
+        """Return the news among the lines, not so many that an engine which always warns floods us."""
+        news = NEWS.findall(b"\n" + lines)
+        if not news:
+            return b""
+        now = time.monotonic()
+        if now >= self._news_until:
+            self._news_until, self._news_left = now + 1.0, NEWS_A_SECOND
+        if len(news) > self._news_left:
+            news = [*news[: self._news_left], MORE] if self._news_left else []
+        self._news_left = max(0, self._news_left - len(news))
+        return b"\n".join(news)
 
     def _note(self, text):
-        self._log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self.spec['instance']} {text}".encode())
+        line = f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {self.spec['instance']} {text}"
+        self._log.write(line.encode())
 
     def _runs(self):
         return self.engine is not None and self.exit is None
@@ -249,26 +283,28 @@ class Holder:
             return
         self.engine.signal_group(signal.SIGKILL)
         _, status = os.waitpid(self.engine.pid, 0)
+        fault_point("holder.reaped")
         self._on_exit(os.waitstatus_to_exitcode(status))
 
     def _on_exit(self, code):
         self._out.finish()
         self._err.finish()
         os.close(self.engine.stdin)
-        self._send_lines()
         if self.ladder is not None:
             self.ladder.end()
         self.exit = {
             "code": code if code >= 0 else None,
             "signal": -code if code < 0 else None,
-            "tail": list(self._tail),
+            "tail": [shown(line) for line in self._tail],
             "phase": self.phase,
             "asked": self.ladder is not None,
             "killed": self.ladder is not None and self.ladder.killed,
             "orphaned": self.orphaned,
+            "samples": self.ladder.samples if self.ladder is not None else "",
         }
         self._note(f"ended, exit code {code}" if code >= 0 else f"ended by signal {-code}")
         self._tell("exit", **self.exit)
+        fault_point("holder.exited")
         if self._leave_at_exit or (self.orphaned and not self._has_supervisor()):
             self.leave()
         else:
@@ -292,6 +328,11 @@ class Holder:
         self.loop.stop()
 
 
+def shown(line):
+    """Return a line of the engine's output as it is told."""
+    return line[:LONGEST_LINE].decode(errors="replace")
+
+
 def remove_folder(path):
     """Remove a folder with all that is in it; what is already gone is fine."""
     for parent, folders, files in os.walk(path, topdown=False):
@@ -311,6 +352,11 @@ def _ignore_missing(remove, path):
 def hold(folder):
     """Be the holder of `folder` until it is over; returns the exit code."""
     os.umask(0o077)
+    # What a wrapper left open for our supervisor, its lock for example, is not to be held as long as we live.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2:
+            with contextlib.suppress(OSError):  # the list itself
+                os.close(fd)
     # The descriptor that we were given must not be the engine's standard input one day.
     listener = socket.socket(fileno=os.dup(0))
     listener.setblocking(False)

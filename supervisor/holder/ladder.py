@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+from faults import fault_point
 from question import Question
 
 EXIT_LINE = "cmd_router_to_child:exit"
@@ -17,7 +18,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.25
 class Ladder:
     """The steps from a running engine to a dead one; each is told through `holder.tell_step`.
 
-    Ready: its socket gets a name nobody knows, so newcomers fail while we can still ask; at zero requests,
+    Ready: its socket gets a name nobody knows, so newcomers fail while we can still ask (a TCP port can't be
+    renamed, there only Redis keeps them away); at zero requests,
     at the deadline, or at once with `force`, the exit line; after the stop-timeout KILL of the group.
     Asleep: the same with nothing to ask for. Not ready yet: it reads no exit line, so TERM, then KILL.
     """
@@ -28,16 +30,22 @@ class Ladder:
         self._pause = FIRST_PAUSE_S
         self._leaving = False
         self._told = None
+        kind, _, rest = holder.address.partition(":")
+        host, _, port = rest.rpartition(":")
+        self._place = CLOSING if kind == "unix" else (host, int(port))
         self.killed = False
+        self.samples = ""
 
     def begin(self, deadline_s, force):
         """Take the first step. `deadline_s` bounds the wait for zero, None does not."""
         if self._holder.ready_at is None:
             self._terminate()
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.rename("e.sock", CLOSING)
-        self._holder.tell_step("unlinked")
+        if self._place == CLOSING:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename("e.sock", CLOSING)
+            fault_point("holder.unlinked")
+            self._holder.tell_step("unlinked")
         if self._holder.phase == "sleeping":
             self._leave()
         else:
@@ -75,10 +83,11 @@ class Ladder:
 
     def _ask(self):
         if not self._leaving:
-            self._question = Question(self._loop, CLOSING, self._holder.key, self._on_count)
+            self._question = Question(self._loop, self._place, self._holder.key, self._on_count)
 
-    def _on_count(self, count):
+    def _on_count(self, count, samples):
         self._question = None
+        self.samples = samples or self.samples
         if count == 0:
             self._leave()
             return
@@ -100,6 +109,7 @@ class Ladder:
 
     def _say_exit(self):
         self._engine.say(EXIT_LINE)
+        fault_point("holder.exit-said")
         self._holder.tell_step("exit")
         self._next_step = self._loop.after(self._holder.spec["stop_timeout_s"], self._kill)
 

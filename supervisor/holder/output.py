@@ -1,56 +1,79 @@
 """The engine's output: lines out of pipes, and log files with a size bound."""
 
 import contextlib
+import fcntl
 import os
 
 from loop import READ
 
-CHUNK = 65536
-FINAL_CHUNKS = 64
+CHUNK = 1 << 16
+CHUNKS_AT_ONCE = 16
+FINAL_ROUNDS = 4
 
 
 class LinePipe:
-    """Reads a pipe as it fills and hands over complete lines, without their end.
+    """Reads a pipe as it fills and hands over blocks of complete lines, without the last one's end.
 
-    An unread pipe stops the engine, so everything that is there is read at once, whatever becomes of it. An
-    unfinished line longer than `longest` bytes is handed over in parts.
+    A full pipe stops the engine, so all that is there is read, whatever becomes of it; then `pause_s` seconds
+    pass, since an engine flushes each line and to be woken for each costs more than the line. An unfinished
+    line longer than `longest` bytes is handed over in parts.
     """
 
-    def __init__(self, loop, fd, on_line, longest):
-        self._loop, self._fd, self._on_line, self._longest = loop, fd, on_line, longest
+    def __init__(self, loop, fd, on_lines, longest, pause_s=0.0):
+        self._loop, self._fd, self._on_lines, self._longest = loop, fd, on_lines, longest
+        self._pause_s = pause_s
         self._rest = b""
         os.set_blocking(fd, False)
-        loop.watch(fd, READ, lambda _: self._read())
+        if pause_s:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, CHUNK * CHUNKS_AT_ONCE)
+        self._watch()
 
     def finish(self):
         """Hand over what is still in the pipe, the unfinished line included, and close it.
 
         Bounded, since a stray process may hold the other end and write on.
         """
-        for _ in range(FINAL_CHUNKS):
+        for _ in range(FINAL_ROUNDS):
             if self._fd is None or not self._read():
                 break
         if self._rest:
-            self._on_line(self._rest)
+            self._on_lines(self._rest)
             self._rest = b""
         self._close()
 
+    def _watch(self):
+        if self._fd is not None:
+            self._loop.watch(self._fd, READ, lambda _: self._on_readable())
+
+    def _on_readable(self):
+        self._read()
+        if self._pause_s and self._fd is not None:
+            self._loop.unwatch(self._fd)
+            self._loop.after(self._pause_s, self._watch)
+
     def _read(self):
-        try:
-            got = os.read(self._fd, CHUNK)
-        except BlockingIOError:
-            return False
-        if not got:
+        """Read what is there, a MiB at most, and hand it over; return whether there was anything."""
+        chunks = []
+        with contextlib.suppress(BlockingIOError):
+            while len(chunks) < CHUNKS_AT_ONCE:
+                chunks.append(os.read(self._fd, CHUNK))
+                if len(chunks[-1]) < CHUNK:
+                    break
+        got = b"".join(chunks)
+        self._take(got)
+        if chunks and not chunks[-1]:
             self._close()
-            return False
-        *lines, rest = (self._rest + got).split(b"\n")
+        return bool(got)
+
+    def _take(self, got):
+        lines, end, rest = (self._rest + got).rpartition(b"\n")
+        if end:
+            self._on_lines(lines)
         while len(rest) > self._longest:
-            lines.append(rest[: self._longest])
+            self._on_lines(rest[: self._longest])
             rest = rest[self._longest :]
         self._rest = rest
-        for line in lines:
-            self._on_line(line)
-        return True
 
     def _close(self):
         if self._fd is not None:
@@ -69,15 +92,28 @@ class BoundedLog:
 
     def __init__(self, path, limit):
         self._path, self._limit, self._fd = path, limit, None
+        self._torn = False
 
-    def write(self, line):
-        """Append one line (bytes, without its end)."""
+    def write(self, lines):
+        """Append a block of lines (bytes, without the last one's end), whole where it fits."""
         with contextlib.suppress(OSError):
             if self._fd is None:
                 self._open()
-            if os.fstat(self._fd).st_size + len(line) + 1 > self._limit:
+            # After a line that a full disk cut off the next one begins anew.
+            block = b"\n" * self._torn + lines + b"\n"
+            while len(block) > (room := self._limit - os.fstat(self._fd).st_size):
+                fits = block.rfind(b"\n", 0, max(0, room)) + 1
+                if not fits and room == self._limit:
+                    # A line that no file holds.
+                    block = block[block.index(b"\n") + 1 :]
+                    continue
+                self._append(block[:fits])
+                block = block[fits:]
                 self._rotate()
-            os.write(self._fd, line[: self._limit] + b"\n")
+            self._append(block)
+
+    def _append(self, block):
+        self._torn = os.write(self._fd, block) < len(block)
 
     def _open(self):
         os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)

@@ -7,6 +7,8 @@ import os
 import signal
 import time
 
+from faults import fault_point
+
 LOCK_PATIENCE_S = 1.0
 HANDLED = (  # what Python or the holder handles or ignores; the engine gets the defaults
     signal.SIGCHLD,
@@ -56,11 +58,15 @@ def start_time(pid):
 
 
 def write_json(path, content):
-    """Put a file in place whole or not at all."""
+    """Put a file in place whole or not at all. Raises OSError naming the file."""
     draft = path + ".draft"
-    with open(draft, "w") as file:
-        json.dump(content, file)
-    os.rename(draft, path)
+    try:
+        with open(draft, "w") as file:
+            json.dump(content, file)
+        os.rename(draft, path)
+    except OSError as error:
+        error.filename = os.path.abspath(path)
+        raise
 
 
 @contextlib.contextmanager
@@ -113,7 +119,9 @@ def spawn(spec, identity):
         os.close(fd)
     os.set_blocking(stdin[1], False)
     try:
+        fault_point("holder.forked")
         write_json("record.json", {**identity, "engine_pid": pid, "engine_start": start_time(pid)})
+        fault_point("holder.recorded")
         os.write(word[1], b"go")
     except OSError:
         os.close(word[1])

@@ -48,6 +48,8 @@ def parse_ini(text: str, file: str) -> tuple[dict[str, Section], list[Problem]]:
     settings = loose
     for number, line in enumerate(_LINE_END.split(text), 1):
         where = f"{file}:{number}"
+        if "\0" in line:
+            raise RegistryError(f"{where}: the line has a NUL character, which no name or value can hold")
         if _BLANK.fullmatch(line):
             continue
         if header := _HEADER.fullmatch(line):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llamastead.shared.files import absolute_path
 from llamastead.supervisor.registry.options import FALSE, TRUE
 
 DEFAULT_STOP_TIMEOUT = 10.0  # seconds, what llama-server takes for a value that it can't read
@@ -55,7 +56,7 @@ def _mebibytes(value: str) -> int:
 def _path(value: str) -> Path:
     if not value:
         raise ValueError("expected a path")
-    return Path(value).expanduser().absolute()
+    return absolute_path(value)
 
 
 def _variables(value: str) -> Mapping[str, str]:
@@ -72,10 +73,15 @@ OWN_KEYS: Mapping[str, Callable[[str], Any]] = {
     "priority": _integer,
     "unload-after": _seconds_or_never,
     "max-wait": _seconds,
+    "first-byte-timeout": _seconds_or_never,
+    "idle-timeout": _seconds_or_never,
+    "total-timeout": _seconds_or_never,
     "memory-max": _mebibytes,
     "env": _variables,
     "engine": _path,
 }
+LOCAL_KEYS = frozenset({"engine", "env"})
+"""Keys that only the owner of this machine may set."""
 ROUTER_KEYS = ("dedup-cache-models", "load-on-startup", "stop-timeout")
 
 

@@ -1,56 +1,89 @@
 """What each source says of each model, checked against the option table and not yet merged."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llamastead.shared.disk import raise_shortage
+from llamastead.shared.hub_cache import HubCache, canonical_tag, split_name
 from llamastead.supervisor.registry import keys
-from llamastead.supervisor.registry.files import scan_models_dir
+from llamastead.supervisor.registry.files import model_name, scan_models_dir
 from llamastead.supervisor.registry.ini import GLOBAL_SECTION, Section, Setting, parse_ini
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 from llamastead.supervisor.registry.options import FALSE, TRUE, OptionError, OptionTable
-from llamastead.supervisor.registry.reserved import NOT_FOR_ALL, RESERVED, is_reserved_variable, selects_model
+from llamastead.supervisor.registry.reserved import (
+    NOT_FOR_ALL,
+    OF_ONE_MODEL,
+    RESERVED,
+    SILENCING,
+    is_reserved_variable,
+    may_come_from_hub,
+    selects_model,
+)
 
-_TAG_END = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
+COMMAND_LINE = "command line"
+HUB_CACHE = "hub cache"
 
 
 @dataclass
 class Layer:
-    """One source's word on one model. `fields` are ModelEntry fields; `where` is its `file:line` or path."""
+    """One source's word on one model. `fields` are ModelEntry fields; `where` is its `file:line` or path.
+
+    `plain` is the name that llama-server gives it, if that is another. `origins` says of each key where it is
+    said, in words for people.
+    """
 
     where: str
     options: dict[str, str] = field(default_factory=dict)
     router_keys: dict[str, str] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
+    plain: str = ""
+    origins: dict[str, str] = field(default_factory=dict)
 
 
 def canonical_name(section: str) -> str:
     """Return the model name of a section: what follows its last colon is a quantisation tag, in capitals.
 
-    As in llama-server `org/repo:ud-q4_k_xl` is `org/repo:Q4_K_XL`.
+    `org/repo:q4_k_m` is the model `org/repo:Q4_K_M` of the cache.
     """
     repository, colon, tag = section.rpartition(":")
-    if not (colon and tag):
-        return section
-    end = _TAG_END.search(tag)
-    return f"{repository}:{(end[1] if end else tag).upper()}"
+    return f"{repository}:{canonical_tag(tag)}" if colon and tag else section
 
 
-def read_arguments(words: Sequence[str], table: OptionTable, problems: list[Problem]) -> dict[str, str]:
-    """Return the canonical options of the command line. Raises RegistryError naming the argument at fault."""
+def read_arguments(
+    words: Sequence[str], table: OptionTable, problems: list[Problem]
+) -> tuple[dict[str, str], dict[str, Layer]]:
+    """Return the command line's options for all instances by canonical name, and the model it names, if any.
+
+    That one (-m, -hf) is loaded at start. Raises RegistryError naming the argument at fault.
+    """
     try:
         options = table.parse(words)
     except OptionError as error:
         raise RegistryError(f"command line: {error}") from None
     for name in options:
-        if selects_model(name):
-            raise RegistryError(
-                f"command line: --{name} names one model; give a preset file (--models-preset) or a folder "
-                "of models (--models-dir)"
-            )
-    return _without(options, {**RESERVED, **NOT_FOR_ALL}, "command line", problems)
+        if selects_model(name) and name not in OF_ONE_MODEL:
+            raise RegistryError(f"{COMMAND_LINE}: --{name} fetches a model by itself: name it with -m or -hf")
+        if expected := table[name].doubt(options[name]):
+            raise RegistryError(f"command line: --{name} {options[name]}: {expected}")
+    ignored = {**RESERVED, **SILENCING, "log-file": NOT_FOR_ALL["log-file"]}
+    options = _without(options, ignored, COMMAND_LINE, problems)
+    if not options.get("model") and not options.get("hf-repo"):
+        return _without(options, NOT_FOR_ALL, COMMAND_LINE, problems), {}
+    own = {name: value for name, value in options.items() if name in OF_ONE_MODEL}
+    names = [name.strip() for name in own.get("alias", "").split(",") if name.strip()]
+    repository = own.get("hf-repo")
+    by_itself = canonical_name(repository) if repository else model_name(Path(own["model"]))
+    layer = Layer(
+        COMMAND_LINE,
+        own | ({"alias": ",".join(names[1:])} if names else {}),
+        {"load-on-startup": "true"},
+        {"may_be_presets": bool(repository and not split_name(repository)[1] and "hf-file" not in own)},
+        origins=dict.fromkeys((*own, "load-on-startup"), COMMAND_LINE),
+    )
+    rest = {name: value for name, value in options.items() if name not in OF_ONE_MODEL}
+    return rest, {names[0] if names else by_itself: layer}
 
 
 def read_folder(folder: Path, table: OptionTable, problems: list[Problem]) -> dict[str, Layer]:
@@ -65,13 +98,37 @@ def read_folder(folder: Path, table: OptionTable, problems: list[Problem]) -> di
             continue
         paths = {"model": model.path, "mmproj": model.mmproj, "model-draft": model.draft}
         options = {name: str(path) for name, path in paths.items() if path is not None and name in table}
-        layers[model.name] = Layer(str(model.path), options)
+        layers[model.name] = Layer(str(model.path), options, origins=dict.fromkeys(options, "models folder"))
     return layers
 
 
-def read_preset(file: Path, table: OptionTable, problems: list[Problem]) -> dict[str, Layer]:
+def read_cache(cache: HubCache, problems: list[Problem]) -> dict[str, Layer]:
+    """Return the models of the hub cache."""
+    layers: dict[str, Layer] = {}
+    for repository in cache.repositories.values():
+        models = repository.models()
+        names = {model.name for model in models}
+        for model in models:
+            layer = Layer(str(model.path), {"hf-repo": model.name}, origins={"hf-repo": HUB_CACHE})
+            if model.plain not in names:
+                names.add(model.plain)
+                layer.plain = model.plain
+            layers[model.name] = layer
+            if model.twins:
+                message = f"{model.name} is {model.path.name}; not listed: {', '.join(model.twins)}"
+                problems.append(Problem(Severity.NOTE, str(repository.snapshot), message))
+        if repository.broken:
+            message = f"links to nothing are skipped: {', '.join(repository.broken)}"
+            problems.append(Problem(Severity.WARNING, str(repository.snapshot), message))
+    return layers
+
+
+def read_preset(
+    file: Path, table: OptionTable, problems: list[Problem], *, remote: bool = False
+) -> dict[str, Layer]:
     """Return the sections of a preset file by model name, `[*]` among them.
 
+    A `remote` one came from the hub: what could run or reach something else on this machine is ignored.
     Raises RegistryError with every fault's `file:line`.
     """
     sections, odd = parse_ini(_read_text(file), str(file))
@@ -84,7 +141,8 @@ def read_preset(file: Path, table: OptionTable, problems: list[Problem]) -> dict
         if name in layers:
             errors.append(f"{layer.where}: [{section.name}] is the model of {layers[name].where} again")
         layers[name] = layer
-        _read_section(section, layer, _SectionReport(str(file), section.name, problems, errors), table)
+        report = _SectionReport(str(file), section.name, problems, errors, remote)
+        _read_section(section, layer, report, table)
     if errors:
         raise RegistryError("\n".join(errors))
     return layers
@@ -94,6 +152,7 @@ def _read_text(file: Path) -> str:
     try:
         content = file.read_bytes()
     except OSError as error:
+        raise_shortage(error)
         raise RegistryError(f"preset file {file} can't be read: {error.strerror}") from None
     try:
         return content.decode()
@@ -110,9 +169,21 @@ class _SectionReport:
     section: str
     problems: list[Problem]
     errors: list[str]
+    remote: bool = False
 
     def warn(self, setting: Setting, message: str) -> None:
-        self.problems.append(Problem(Severity.WARNING, f"{self.file}:{setting.line}", message))
+        self._add(Severity.WARNING, setting, message)
+
+    def doom(self, setting: Setting, message: str) -> None:
+        self._add(Severity.ERROR, setting, message)
+
+    def _add(self, severity: Severity, setting: Setting, message: str) -> None:
+        model = "" if self.section == GLOBAL_SECTION else canonical_name(self.section)
+        self.problems.append(Problem(severity, f"{self.file}:{setting.line}", message, model))
+
+    def place(self, setting: Setting) -> str:
+        shared = f" in [{GLOBAL_SECTION}]" if self.section == GLOBAL_SECTION else ""
+        return f"{self.file}:{setting.line}{shared}"
 
     def fail(self, setting: Setting, message: str, hint: str = "") -> None:
         self.errors.append(f"{self.file}:{setting.line}: {message} in section [{self.section}]{hint}")
@@ -125,11 +196,15 @@ def _read_section(section: Section, layer: Layer, report: _SectionReport, table:
             continue
         if setting.key in keys.ROUTER_KEYS:
             layer.router_keys[setting.key] = setting.value
+            layer.origins[setting.key] = report.place(setting)
             if expected := keys.odd_router_value(setting.key, setting.value):
                 report.warn(setting, f"{setting.key} = {setting.value}: {expected}")
+        elif report.remote and setting.key in keys.LOCAL_KEYS:
+            report.warn(setting, f"{setting.key} is ignored here: a preset from the hub may not set it")
         elif setting.key in keys.OWN_KEYS:
             try:
                 layer.fields |= keys.own_field(setting.key, setting.value)
+                layer.origins[setting.key] = report.place(setting)
             except ValueError as error:
                 report.fail(setting, f"{setting.key} = {setting.value}: {error}")
             for name in layer.fields.get("env", ()) if setting.key == "env" else ():
@@ -155,9 +230,13 @@ def _read_option(
     ignored = RESERVED.get(option.canonical)
     if not ignored and option.canonical == "alias" and report.section == GLOBAL_SECTION:
         ignored = NOT_FOR_ALL["alias"]
+    if report.remote and not may_come_from_hub(option):
+        ignored = "a preset from the hub may not set it"
     if ignored:
         report.warn(setting, f"{setting.key} is ignored here: {ignored}")
         return
+    if why := SILENCING.get(option.canonical):
+        report.warn(setting, f"{setting.key} has no effect: {why}")
     if not option.arity and setting.value not in TRUE | FALSE:
         report.warn(
             setting, f"{setting.key} = {setting.value}: neither true nor false; read as llama-server reads it"
@@ -166,6 +245,9 @@ def _read_option(
     if setting.key >= said.get(option.canonical, ""):
         said[option.canonical] = setting.key
         layer.options[option.canonical] = option.value_of_key(setting.key, setting.value)
+        layer.origins[option.canonical] = report.place(setting)
+        if expected := option.doubt(setting.value):
+            report.doom(setting, f"{setting.key} = {setting.value}: {expected}")
 
 
 def _without(

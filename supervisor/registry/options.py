@@ -2,8 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 TRUE = frozenset({"on", "enabled", "true", "1"})
@@ -12,6 +12,13 @@ _NAME = re.compile(r"(--?[A-Za-z0-9][A-Za-z0-9_.-]*)(?:,\s+|\s+|$)")
 _ENV = re.compile(r"\s+\(env: ([A-Z0-9_]+)\)\s*")
 _BRACKETED = re.compile(r"<[^<>]*>")
 _DESCRIPTION_COLUMN = 40
+# How --help shows a value that is read as a number; a number's beginning will do, as for the engine.
+_NUMBERS = frozenset({"N", "PORT", "SEED", "SECONDS", "INDEX", "SIMILARITY", "<0|1>", "<0...100>"})
+_NUMBER = re.compile(r"\s*[+-]?(?:\d|\.\d)")
+_QUOTED = re.compile(r"'([^']+)'")
+_DEFAULT = re.compile(r"\(default: ([a-z]+)")
+_CHOICE = re.compile(r"[\[{]([\w|,-]+)[\]}]")
+_ALLOWED = re.compile(r"allowed values: ([\w-]+(?:,\s*[\w-]+)*)")
 
 
 class OptionError(ValueError):
@@ -22,13 +29,17 @@ class OptionError(ValueError):
 class Option:
     """One option: `names` turn it on, `negations` turn it off, dashes included.
 
-    `arity` is how many values follow it; `env` is its environment variable, or empty.
+    `arity` is how many values follow it; `env` is its environment variable, or empty; `group`, `hint` and
+    `text` are the heading it stands under in --help, how that shows its value, and what it says.
     """
 
     names: tuple[str, ...]
     negations: tuple[str, ...] = ()
     arity: int = 0
     env: str = ""
+    group: str = field(default="", compare=False)
+    hint: str = field(default="", compare=False)
+    text: str = field(default="", compare=False)
 
     @property
     def canonical(self) -> str:
@@ -39,6 +50,22 @@ class Option:
     def sort_key(self) -> bytes:
         """llama-server orders options by the bytes of their first name, dashes included."""
         return self.names[0].encode()
+
+    def doubt(self, value: str) -> str:
+        """Say what is expected in place of a value that the engine refuses, else ""; only --help tells."""
+        if self.arity != 1 or "DEPRECATED" in self.text:  # the engine reads those and does nothing
+            return ""
+        if self.hint in _NUMBERS:
+            words = {*_QUOTED.findall(self.text), *_DEFAULT.findall(self.text)}
+            return "" if _NUMBER.match(value) or value in words else "expected a number"
+        if choice := _CHOICE.fullmatch(self.hint):
+            words = set(re.split(r"[|,]", choice[1]))
+            switch = TRUE | FALSE | {"-1"} if {"on", "off"} <= words else set()
+        elif allowed := _ALLOWED.search(self.text):
+            words, switch = set(re.split(r",\s*", allowed[1].strip())), set()
+        else:
+            return ""
+        return "" if value in words | switch else f"expected one of {', '.join(sorted(words))}"
 
     def value_of_key(self, key: str, value: str) -> str:
         """Return what the preset line `key = value` sets this option to; a negation turns it round."""
@@ -108,9 +135,15 @@ class OptionTable:
     def parse(self, arguments: Sequence[str]) -> dict[str, str]:
         """Return the canonical options that command-line words set, the last of each kind.
 
+        Raises OptionError naming the word.
+        """
+        return {option.canonical: value for option, value, _ in self.items(arguments)}
+
+    def items(self, arguments: Sequence[str]) -> Iterator[tuple[Option, str, tuple[str, ...]]]:
+        """Yield the options that command-line words set, each with its value and its words.
+
         Underscores in long names are read as hyphens, as by llama-server. Raises OptionError naming the word.
         """
-        options: dict[str, str] = {}
         words = iter(arguments)
         for word in words:
             option = self._by_word.get(word.replace("_", "-") if word.startswith("--") else word)
@@ -124,11 +157,10 @@ class OptionTable:
                 value = next(words, None)
                 if value is None:
                     raise OptionError(f"argument {word} lacks its value")
-                options[option.canonical] = value
+                yield option, value, (word, value)
             else:
                 positive = word.replace("_", "-") in option.names
-                options[option.canonical] = "1" if positive else "0"
-        return options
+                yield option, "1" if positive else "0", (word,)
 
     def _unknown_word(self, word: str) -> str:
         name, equals, value = word.partition("=")
@@ -141,12 +173,16 @@ class OptionTable:
 def parse_help(text: str) -> OptionTable:
     """Return the table that llama-server's --help text lists. Raises OptionError if it lists no --model."""
     options: list[Option] = []
+    group = ""
     for line in text.splitlines():
-        if line.startswith("-") and not line.startswith("-----"):
-            options.append(_parse_header(line))
+        if line.startswith("-----"):
+            group = line.strip("- ")
+        elif line.startswith("-"):
+            options.append(replace(_parse_header(line), group=group))
         elif options and (env := _ENV.fullmatch(line)):
-            last = options.pop()
-            options.append(Option(last.names, last.negations, last.arity, env[1]))
+            options[-1] = replace(options[-1], env=env[1])
+        elif options:
+            options[-1] = replace(options[-1], text=f"{options[-1].text} {line.strip()}".strip())
     table = OptionTable(tuple(options))
     if "model" not in table:
         raise OptionError("the --help text lists no --model: that isn't llama-server")
@@ -155,17 +191,18 @@ def parse_help(text: str) -> OptionTable:
 
 def _parse_header(line: str) -> Option:
     """Parse `-c,   --ctx-size N     size of …`; before a description on the same line are three blanks."""
+    text = ""
     if line[_DESCRIPTION_COLUMN - 3 : _DESCRIPTION_COLUMN].isspace():
-        line = line[:_DESCRIPTION_COLUMN]
+        line, text = line[:_DESCRIPTION_COLUMN], line[_DESCRIPTION_COLUMN:].strip()
     names: list[str] = []
     position = 0
     while match := _NAME.match(line, position):
         names.append(match[1])
         position = match.end()
-    hint = _BRACKETED.sub("<>", line[position:])
-    arity = len(hint.split())
+    hint = line[position:].strip()
+    arity = len(_BRACKETED.sub("<>", hint).split())
     positive = len(names) if arity else _count_positive(names)
-    return Option(tuple(names[:positive]), tuple(names[positive:]), arity)
+    return Option(tuple(names[:positive]), tuple(names[positive:]), arity, hint=hint, text=text)
 
 
 def _count_positive(names: list[str]) -> int:

@@ -8,15 +8,15 @@ import shlex
 import signal
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from waiting import until_blocking
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 90.0
 LASTING = ("redis", "supervisor", "worker", "gateway", "balancer")
-Found = TypeVar("Found")
 
 
 def docker(*args: str) -> str:
@@ -24,13 +24,9 @@ def docker(*args: str) -> str:
     return subprocess.run(["docker", *args], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def until(look: Callable[[], Found], what: str, patience_s: float = PATIENCE_S) -> Found:
-    """Call `look` until it returns something true, and return that; fail naming `what` when patience ends."""
-    end = time.monotonic() + patience_s
-    while not (found := look()):
-        assert time.monotonic() < end, f"gave up after {patience_s} s waiting for {what}"
-        time.sleep(0.1)
-    return found
+def until(look: Callable[[], Any], what: str) -> Any:
+    """Wait as `until_blocking` does, with the patience that containers need."""
+    return until_blocking(look, what, PATIENCE_S)
 
 
 class Stack:

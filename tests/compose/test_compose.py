@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,19 +10,13 @@ import httpx
 import pytest
 from compose_clients import BackgroundStream, Load, Streamed, stream_chat
 from compose_stack import LASTING, PATIENCE_S, ROOT, Stack, docker, kill, stack, until
+from ports import free_port
 from tiny import tiny_model_bytes
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
 
 DEMO = "gemma-3-270m-q4_k_m"
 TINY = ["tiny-1", "tiny-2"]
-
-
-def free_port() -> int:
-    """Return a TCP port on loopback that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -120,5 +120,27 @@ def exited(instance: str, **fields: Any) -> ev.Exited:
     from llamastead.shared.words import EndClass
 
     return ev.Exited(
-        instance, fields.pop("end_class", EndClass.STOPPED), fields.pop("reason", "asked to"), **fields
+        instance, fields.pop("end_class", EndClass.STOPPED), fields.pop("reason", "stopped"), **fields
     )
+
+
+def kinds(actions: tuple[act.Action, ...]) -> list[type]:
+    """Return the kinds of some actions, in their order."""
+    return [type(action) for action in actions]
+
+
+def ready(herd: Herd, *models: str, at: float = 0.0, used: float | None = None) -> None:
+    """Load models for one request each, which is done at once."""
+    for model in models:
+        herd.ask(model, at=at)
+        herd.serve(model, used=used if used is not None else at)
+
+
+def started(actions: tuple[act.Action, ...]) -> list[str]:
+    """Return the models that a step starts."""
+    return [action.model for action in actions if isinstance(action, act.Start)]
+
+
+def stopped(herd: Herd, actions: tuple[act.Action, ...]) -> list[str]:
+    """Return the models that a step asks to stop."""
+    return [herd.state.instances[a.instance].model for a in actions if isinstance(a, act.TryStop)]

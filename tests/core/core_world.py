@@ -21,6 +21,7 @@ from llamastead.supervisor.core.state import Ask, Claims, Demand, Device, ModelS
 from llamastead.supervisor.core.step import Step, step
 
 S = InstanceState
+AT_REST = {"ready", "asleep", "dead"}
 ALIVE_ENGINE = {"starting", "loading", "ready", "asleep", "waking", "stopping", "stuck"}
 
 
@@ -34,17 +35,19 @@ class Shared:
     last_used: float | None = None
     engine: str = "starting"
     killed_by_us: bool = False
+    stopped_asleep: bool = False
 
 
 @dataclass
 class World:
     """Everything outside the core, and the core's state. `shuffle` reorders mappings, to prove that order
-    is nothing.
+    is nothing. `takes` is what engines really take once they are ready, where that is not what was booked.
     """
 
     specs: Mapping[str, ModelSpec]
     policy: Policy
     capacity: Mapping[str, int] = field(default_factory=dict)
+    margins: Mapping[str, int] = field(default_factory=dict)
     shuffle: Callable[[list[Any]], list[Any]] = list
     now: float = 1000.0
     state: State = field(init=False)
@@ -60,6 +63,8 @@ class World:
     patient: bool = False
     forced: set[str] = field(default_factory=set)
     foreign: dict[str, int] = field(default_factory=dict)
+    measuring: dict[str, int] = field(default_factory=dict)
+    takes: dict[str, dict[str, int]] = field(default_factory=dict)
     lag: float = 0.0
     freed: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     commands: set[str] = field(default_factory=set)
@@ -116,17 +121,42 @@ class World:
         seen = {name: self._uses(name) for name, s in self.instances.items() if s.engine != "dead"}
         devices = {}
         for device, total in self.capacity.items():
-            parts = [*seen.values(), *(amounts for _, amounts in self.freed), self.foreign]
+            parts = [*seen.values(), *(amounts for _, amounts in self.freed), self.foreign, self.measuring]
             used = sum(amounts.get(device, 0) for amounts in parts)
-            devices[device] = Device(total, max(0, total - used), frees_late=True)
+            margin = self.margins.get(device, 0)
+            devices[device] = Device(total, max(0, total - used), margin, frees_late=True)
         known = {name: amounts for name, amounts in seen.items() if name in self.state.instances}
         self.deliver(ev.DevicesRead(devices, known))
+        if not (self.inbox or self.freed or self.measuring or self.state.releasing):
+            self._check_others(devices)
+
+    def _check_others(self, devices: Mapping[str, Device]) -> None:
+        """Where nothing of ours moves, what others are said to use is what they use, and nothing of ours."""
+        if any(own.engine not in AT_REST for own in self.instances.values()):
+            return
+        for account in ledger.account(self.state):
+            if devices[account.device].free:
+                assert account.external == self.foreign.get(account.device, 0)
 
     def _uses(self, name: str) -> Mapping[str, int]:
         """Return what an engine's process holds: all it needs once it is ready, half of it before."""
         own = self.state.instances.get(name)
         part = {"starting": 0, "loading": 1, "asleep": 0}.get(self.instances[name].engine, 2)
-        return {device: amount * part // 2 for device, amount in own.needs.items()} if own else {}
+        if own is None or self.instances[name].stopped_asleep:
+            return {}
+        return {device: n * part // 2 for device, n in self.takes.get(name, own.needs).items()}
+
+    def begin_measuring(self, size: int) -> None:
+        """Measure a model, if there is room for what that takes itself, and one at a time."""
+        left = ledger.free(self.state)
+        if left and not self.measuring and min(left.values()) >= size:
+            self.measuring = dict.fromkeys(left, size)
+            self.deliver(ev.MeasuringBegan("measured", self.measuring))
+
+    def end_measuring(self) -> None:
+        """The measurement under way is over."""
+        self.measuring = {}
+        self.deliver(ev.MeasuringEnded("measured"))
 
     def advance(self, seconds: float) -> None:
         """Let time pass, waking the core whenever it asked for that; a jump wakes it late instead."""
@@ -191,6 +221,14 @@ class World:
             self.inbox.append(ev.BecameReady(name))
         elif own.engine in {"stopping", "stuck"}:
             self._ends(name, EndClass.KILLED if own.engine == "stuck" else EndClass.STOPPED)
+
+    def engine_tells(self, name: str, eighths: int) -> None:
+        """A ready engine says what it took: so many eighths of what was booked, and no more than is free."""
+        own, left = self.state.instances.get(name), ledger.free(self.state)
+        if own is not None and self.instances[name].engine == "ready" and own.state is S.READY:
+            more = {d: min(n * eighths // 8, n + max(0, left.get(d, 0))) for d, n in own.needs.items()}
+            self.takes[name] = more
+            self.deliver(ev.Took(name, more, more))
 
     def engine_fails(self, name: str, end_class: EndClass, *, doomed: bool = False) -> None:
         """An engine ends by itself."""
@@ -292,7 +330,7 @@ class World:
             case act.Answer():
                 assert action.command in self.commands, "a command was answered twice"
                 self.commands.remove(action.command)
-            case act.Decide() | act.Discrepancy() | act.ShowTaken():
+            case act.Decide() | act.Discrepancy() | act.ShowTaken() | act.ShowFailed():
                 pass
 
     def _book(self, own: Shared) -> int:
@@ -307,6 +345,7 @@ class World:
         own.state = S.STOPPING
         own.killed_by_us = True
         if own.engine != "dead":
+            own.stopped_asleep |= own.engine == "asleep"
             own.engine = "stopping"
 
     # What must hold
@@ -327,7 +366,9 @@ class World:
         self._check_victims(state)
 
     def _check_ledger(self, state: State) -> None:
-        """Every byte has one name, none is below 0, and nothing of ours is beyond what a device has."""
+        """Every byte has one name, none is below 0, and nothing of ours is beyond what a device has, less its
+        margin.
+        """
         for account in ledger.account(state):
             parts = (account.held, account.releasing, account.measuring)
             named = account.margin + account.external + sum(n for p in parts for n in p.values())
@@ -338,7 +379,8 @@ class World:
                 alive = [i for n, i in state.instances.items() if self._is_alive(n)]
                 ours = sum(ledger.booked(i).get(account.device, 0) for i in alive)
                 ours += sum(amounts.get(account.device, 0) for due, amounts in self.freed if due > self.now)
-                assert ours <= account.total, "more was promised than there is"
+                ours += sum(account.measuring.values())
+                assert ours <= account.total - account.margin, "more was promised than there is"
 
     def _is_alive(self, name: str) -> bool:
         return name not in self.instances or self.instances[name].engine != "dead"
@@ -367,6 +409,9 @@ class World:
                     assert own.model not in after.demands, "a wanted instance was chosen"
                     assert spec is None or not spec.pinned
                 self._check_residence(after, action.for_model, own.id)
+            case act.Want():
+                assert after.instances[action.instance].leases
+                assert any(action.instance in wait.blockers for wait in after.waits.values())
             case act.TryDrain():
                 own = after.instances[action.instance]
                 assert own.state is S.READY
@@ -387,6 +432,7 @@ class World:
                     event, ev.Unresponsive
                 )
             case act.Start():
+                self._check_place(after, action)
                 assert not before.recovering or isinstance(event, ev.RecoveryDone)
                 known = before.troubles.get(action.model)
                 same = known is not None and known.revision == action.revision
@@ -394,6 +440,19 @@ class World:
                 assert not (same and known and known.until > self.now) or ordered
             case act.Grant():
                 assert after.instances[action.instance].ask is Ask.GRANT
+
+    def _check_place(self, state: State, action: act.Start) -> None:
+        """It is split only if no device can have it whole, and whole it lies there and on the host."""
+        own, spec = state.instances[action.instance], state.models[action.model]
+        assert own.place == action.place
+        limits = ledger.capacity(state)
+        able = [
+            place.device
+            for place in spec.places
+            if all(amount <= limits.get(device, amount) for device, amount in place.needs.items())
+        ]
+        assert action.place in able or (not able and not action.place)
+        assert not action.place or {d for d, n in own.needs.items() if n} <= {action.place, "host"}
 
     def _check_residence(self, state: State, for_model: str | None, name: str) -> None:
         own = state.instances[name]
@@ -431,6 +490,8 @@ class World:
         """
         self.refuse_next = self.sneak_next = False
         self.patient = True
+        if self.measuring:
+            self.end_measuring()
         bound = self.now + (len(self.specs) + 1) * (self.policy.max_wait + 30) + 400
         while self.inbox or not all(self._waits_for_pinned(model) for model in self._waiting()):
             assert self.now <= bound, f"still waiting: {self.tickets} {self.state.waits}"

@@ -5,11 +5,15 @@ import json
 import math
 import tracemalloc
 import zlib
+from email import message_from_bytes
+from email.policy import HTTP
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from llamastead.gateway.body import MEMORY_BYTES, Body, ClientGone, read_body
@@ -115,6 +119,7 @@ noise = st.one_of(
 @example(b'{"x":{"model":"inner"},"y":["model",{"model":"z"}]}', [5, 6])
 @example(b'\xef\xbb\xbf{"model":"bom"}', [1, 2])
 @example(b'{"n":' + b"1" * 300 + b',"model":"m"}', list(range(0, 300, 7)))
+@example(b'{"model":' + b"1" * 100 + b"}", [85])
 @example(b"5", [])
 @example(b" ", [])
 def test_a_valid_body_gives_the_full_parsers_model_however_it_is_cut(data: bytes, cuts: list[int]) -> None:
@@ -153,6 +158,23 @@ def test_any_bytes_get_the_full_parsers_verdict(data: bytes, cuts: list[int]) ->
     """Random bytes: scan, whole-body reader and the standard parser give the same verdict."""
     assert verdict(lambda: scanned(pieces_of(data, cuts)))[0] == by_full_parser(data)[0]
     assert verdict(lambda: model_of_json(data))[0] == by_full_parser(data)[0]
+
+
+CORPUS = sorted((Path(__file__).parent.parent / "corpus" / "bodies").iterdir())
+"""Bodies that a scanner got wrong once, or might: a file each, kept for ever. Broken ones are called so."""
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
+def test_the_kept_bodies_get_the_full_parsers_verdict_in_any_pieces(path: Path) -> None:
+    """Each whole, byte by byte, and cut in two everywhere: one verdict, that of the standard parser."""
+    data = path.read_bytes()
+    whole = verdict(lambda: model_of_json(data))
+    expected = by_full_parser(data)
+    assert (whole[0] == "broken") == path.name.startswith("broken-")
+    assert whole[0] == expected[0]
+    assert whole == expected or whole[0] == "not a string"
+    for cuts in (list(range(len(data))), *([cut] for cut in range(len(data)))):
+        assert verdict(partial(scanned, pieces_of(data, cuts))) == whole
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
@@ -203,6 +225,23 @@ def test_numbers_of_any_length_cost_no_memory() -> None:
         scan.feed(b"1" * 1000)
         assert len(scan._rest) < 100
     scan.feed(b".5e+7}")
+    assert scan.finish() == "m"
+
+
+@pytest.mark.parametrize("item", [b"1,", b'"x",', b'{"a":[1,2]},'])
+def test_a_long_array_costs_no_memory(item: bytes) -> None:
+    """A quarter of a MiB of small items in one piece, as a prompt of tokens is: no more than a few MiB."""
+    scan = JsonScan()
+    scan.feed(b'{"model":"m","prompt":[')
+    piece = item * (256 * 1024 // len(item))
+    tracemalloc.start()
+    try:
+        scan.feed(piece)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 << 20
+    scan.feed(b"0]}")
     assert scan.finish() == "m"
 
 
@@ -261,15 +300,93 @@ def test_a_forms_fields(body: bytes, found: str | None) -> None:
         (form((MODEL, b"a"))[:-6], None, "without its closing boundary"),
         (form((MODEL, b"\xff")), None, "UTF-8"),
         (form((MODEL, b"a" * 20_000)), None, "longer than"),
+        (form((MODEL + "\r\nX: " + "y" * 20_000, b"a")), None, "head is longer than"),
+        (form((MODEL, b"a")).replace(b"\r\n", b" " * 400 + b"\r\n", 1), None, "must end its line"),
         (f"--{BOUNDARY}junk\r\n".encode() + b"x" * 99, None, "must end its line"),
         (f"--{BOUNDARY}\r\nA: ".encode() + b"x" * 20_000, None, "head is longer"),
         (b"", b"multipart/form-data", "without a boundary"),
     ],
 )
 def test_a_broken_form_is_refused(body: bytes, content_type: bytes | None, problem: str) -> None:
-    """A form that ends early, or isn't one: refused with what is wrong."""
-    with pytest.raises(BrokenForm, match=problem):
-        form_model([body], content_type)
+    """A form that ends early, or isn't one: refused with what is wrong, in whatever pieces it comes."""
+    for pieces in ([body], pieces_of(body, list(range(0, len(body), 97)))):
+        with pytest.raises(BrokenForm, match=problem):
+            form_model(pieces, content_type)
+
+
+def form_verdict(pieces: list[bytes], boundary: str = BOUNDARY) -> Verdict:
+    """Scan a form and note what came: a name or none, or a refusal with its reason, but for the place."""
+    try:
+        return ("model", form_model(pieces, f'multipart/form-data; boundary="{boundary}"'.encode()))
+    except BrokenForm as broken:
+        return ("broken", str(broken).partition(": ")[2])
+
+
+def by_mail_parser(body: bytes, boundary: str) -> Verdict:
+    """What the standard library makes of a form, read as the mail whose shape it has."""
+    head = f'Content-Type: multipart/form-data; boundary="{boundary}"\r\n\r\n'.encode()
+    found = None
+    for part in message_from_bytes(head + body, policy=HTTP).iter_parts():
+        if part.get_param("name", header="content-disposition") == "model" and part.get_filename() is None:
+            found = part.get_payload(decode=True).decode()
+    return ("model", found)
+
+
+boundaries = st.from_regex(r"[0-9A-Za-z'()+_,./:=?-]{1,60}", fullmatch=True)
+form_names = st.sampled_from(["model", "Model", "models", "file", "prompt", "x model", "modèle"])
+form_files = st.sampled_from([None, None, "a.wav", "model", "ünï.wav", ""])
+form_heads = st.sampled_from(["", "Content-Type: text/plain\r\n", "X-A: name=model\r\n"])
+contents = st.one_of(st.text(max_size=20).map(str.encode), st.sampled_from([b"", b"m", b"--", b"-", b"\r\n"]))
+
+
+@given(boundaries, st.lists(st.tuples(form_names, form_files, form_heads, contents), max_size=5), cuts)
+def test_a_generated_form_is_what_a_full_parser_makes_of_it(
+    boundary: str, fields: list[tuple[str, str | None, str, bytes]], cuts: list[int]
+) -> None:
+    """Fields and files with odd names and boundaries, cut anywhere: the standard library finds the same."""
+    delimiter = f"--{boundary}".encode()
+    assume(not any(delimiter in content for *_, content in fields))
+    body = b""
+    for name, file, head, content in fields:
+        named = f'Content-Disposition: form-data; name="{name}"'
+        named += "" if file is None else f'; filename="{file}"'
+        body += b"%b\r\n%b\r\n\r\n%b\r\n" % (delimiter, (head + named).encode(), content)
+    body += delimiter + b"--\r\n"
+    expected = by_mail_parser(body, boundary)
+    assert form_verdict([body], boundary) == expected
+    assert form_verdict(pieces_of(body, cuts), boundary) == expected
+
+
+shreds = st.sampled_from(
+    [
+        *(b"--b", b"\r\n", b"--b--", b"\r\n--b\r\n", MODEL.encode(), FILE.encode(), b"\r\n\r\n", b"\n"),
+        *(b"m", b" ", b"\t", b'; filename="x"', b"\xff", b"-", b"--", b"X: y", b"b", b"x" * 300),
+    ]
+)
+
+
+@given(st.lists(shreds, max_size=14).map(b"".join), cuts)
+def test_a_damaged_form_gets_one_verdict(data: bytes, cuts: list[int]) -> None:
+    """Shreds of forms in any order and any pieces: one verdict, and never another error."""
+    whole = form_verdict([data], "b")
+    assert form_verdict(pieces_of(data, cuts), "b") == whole
+    assert form_verdict(pieces_of(data, list(range(len(data)))), "b") == whole
+
+
+FORMS = sorted((Path(__file__).parent.parent / "corpus" / "forms").iterdir())
+"""Forms with the boundary `b`, kept for ever. A name begins with the model that must be found, `none`, or
+`broken`."""
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_the_kept_forms_get_their_verdict_in_any_pieces(path: Path) -> None:
+    """Each whole, byte by byte, and cut in two everywhere: the verdict that its name says."""
+    data = path.read_bytes()
+    whole = form_verdict([data], "b")
+    said = path.name.partition("-")[0]
+    assert whole[0] == "broken" if said == "broken" else whole == ("model", None if said == "none" else said)
+    for cuts in (list(range(len(data))), *([cut] for cut in range(len(data)))):
+        assert form_verdict(pieces_of(data, cuts), "b") == whole
 
 
 async def read(

@@ -1,57 +1,16 @@
-"""Admission by memory: the cases of other routers, each on devices that a test sets as it likes."""
+"""Admission by memory, who may start: the cases of other routers, on devices that a test sets as it likes."""
 
-from core_herd import Herd, exited, spec
+from pathlib import Path
 
+import pytest
+from core_herd import Herd, exited, spec, started, stopped
+from core_memory import GIB, account, error_of, gpu, needs, stop
+
+from llamastead.shared.errors import ApiError
 from llamastead.shared.words import EndClass, WaitReason
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core import ledger
-from llamastead.supervisor.core.ledger import RELEASE_AWAITED_S
-from llamastead.supervisor.core.state import Device, ModelSpec
-from llamastead.supervisor.core.step import Step
-
-GIB = 1 << 30
-
-
-def needs(name: str, gib: float, **fields: object) -> ModelSpec:
-    """Return a model that needs so much of gpu0, measured unless said otherwise."""
-    fields.setdefault("measured", True)
-    return spec(name, needs={"gpu0": int(gib * GIB)}, **fields)
-
-
-def gpu(total: int, free: float | None = None, **fields: object) -> Device:
-    """Return a device of so many GiB that frees late."""
-    fields.setdefault("frees_late", True)
-    return Device(total * GIB, None if free is None else int(free * GIB), **fields)  # type: ignore[arg-type]
-
-
-def started(actions: tuple[act.Action, ...]) -> list[str]:
-    """Return the models that a step starts."""
-    return [action.model for action in actions if isinstance(action, act.Start)]
-
-
-def stopped(herd: Herd, actions: tuple[act.Action, ...]) -> list[str]:
-    """Return the models that a step asks to stop."""
-    return [herd.state.instances[a.instance].model for a in actions if isinstance(a, act.TryStop)]
-
-
-def error_of(done: Step) -> act.FailTickets:
-    """Return the refusal of a step."""
-    (failed,) = [action for action in done.actions if isinstance(action, act.FailTickets)]
-    return failed
-
-
-def account(herd: Herd) -> ledger.Account:
-    """Return the account of the one device."""
-    (only,) = ledger.account(herd.state)
-    return only
-
-
-def stop(herd: Herd, model: str) -> str:
-    """Let an asked stop be granted and return the instance."""
-    own = herd.of(model).id
-    herd.do(ev.StopGranted(own))
-    return own
+from llamastead.supervisor.core.state import Device
 
 
 def test_c09_room_is_made_by_memory_and_a_load_waits_until_it_is_confirmed() -> None:
@@ -83,6 +42,11 @@ def test_c09_a_load_that_fails_for_memory_evicts_one_more_and_then_says_so() -> 
     told = error_of(herd.last).error
     assert told.fields["reason"] == "out_of_memory"
     assert told.fields["log"] == ["cudaMalloc failed"]
+    assert told.message == (
+        "model name=b failed to load: out of memory; it was given 10240 MiB on gpu0, which has 143360 MiB: "
+        "0 MiB are used by others, 0 MiB are kept free"
+    )
+    assert told.fields["memory"]["gpu0"]["needs"] == 10 * GIB
 
 
 def test_what_a_failed_load_leaves_is_not_one_more_that_went() -> None:
@@ -113,9 +77,11 @@ def test_c12_one_victim_for_one_need_and_its_bytes_are_counted_once() -> None:
 
 
 def test_c54_a_refusal_says_what_others_hold() -> None:
-    """A stranger holds 12 of 24 GiB: a model of 16 is refused with numbers; once that is gone it starts."""
+    """A stranger holds 12 of 24 GiB: a model of 16 is refused with numbers and the stranger's; once that is
+    gone it starts.
+    """
     herd = Herd(needs("b", 16))
-    herd.read(gpu0=gpu(24, 12, margin=GIB))
+    herd.read(gpu0=gpu(24, 12, margin=GIB, strangers={"pid 77 game": 12 * GIB - 1, "pid 8": 1}))
     herd.ask("b")
     herd.exit(herd.of("b").id, end_class=EndClass.OUT_OF_MEMORY, doomed=False)
     herd.waiting.clear()
@@ -124,12 +90,30 @@ def test_c54_a_refusal_says_what_others_hold() -> None:
     assert told.status == 503
     assert told.message == (
         "model name=b is too big: needs 16384 MiB on gpu0, which has 24576 MiB: "
-        "12288 MiB are used by others, 1024 MiB are kept free"
+        "12288 MiB are used by others (pid 77 game 12287 MiB, pid 8 0 MiB), 1024 MiB are kept free"
     )
+    assert told.fields["memory"]["gpu0"]["strangers"] == {"pid 77 game": 12 * GIB - 1, "pid 8": 1}
     assert told.fields["memory"]["gpu0"]["external"] == 12 * GIB
     herd.waiting.clear()
     herd.read(gpu0=gpu(24, 24, margin=GIB))
     assert started(herd.ask("b", at=200.0)) == ["b"]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_gpu_that_strangers_fill_into_the_margin_leaves_nobody_waiting(measured: bool) -> None:
+    """A stranger leaves half a GiB of 24, less than the margin: a model is tried, as on any GPU where nothing
+    of ours is in its way; one that is measured is refused from then on.
+    """
+    herd = Herd(needs("b", 16, measured=measured))
+    herd.read(gpu0=gpu(24, 0.5, margin=GIB))
+    assert started(herd.ask("b")) == ["b"]
+    herd.exit(herd.of("b").id, end_class=EndClass.OUT_OF_MEMORY)
+    herd.waiting.clear()
+    herd.ask("b", at=100.0)
+    if measured:
+        assert error_of(herd.last).error.fields["reason"] == "too_big"
+    else:
+        assert started(herd.last.actions) == ["b"]
 
 
 def test_a_measured_model_too_big_is_tried_once_and_evicts_nobody() -> None:
@@ -145,6 +129,8 @@ def test_a_measured_model_too_big_is_tried_once_and_evicts_nobody() -> None:
     herd.exit(stop(herd, "a"))
     herd.read(gpu0=gpu(24, 24))
     assert started(herd.ask("b", at=90.0)) == ["b"]
+    (start,) = [a for a in herd.last.actions if isinstance(a, act.Start)]
+    assert start.beyond == {"gpu0": 8 * GIB}, "which is warned of"
     assert account(herd).held == {"b": 24 * GIB}
     herd.exit(herd.of("b").id, end_class=EndClass.OUT_OF_MEMORY)
     herd.waiting.clear()
@@ -172,39 +158,6 @@ def test_an_estimate_too_big_gets_all_room_there_is() -> None:
     herd.ask("a")
     herd.serve("a", at=1.0)
     assert stopped(herd, herd.ask("b", at=60.0)) == ["a"]
-
-
-def test_c55_bytes_that_never_show_are_put_on_record_and_the_measured_value_counts() -> None:
-    """A stops and its bytes do not show within the wait: a discrepancy, and from then on they are others'."""
-    herd = Herd(needs("a", 10), needs("b", 16))
-    herd.read(gpu0=gpu(24, 24))
-    herd.ask("a")
-    herd.serve("a", at=1.0)
-    herd.read(seen={herd.of("a").id: {"gpu0": 10 * GIB}}, gpu0=gpu(24, 14))
-    herd.ask("b", at=60.0)
-    herd.exit(stop(herd, "a"), at=61.0)
-    herd.t = 61.0 + RELEASE_AWAITED_S / 2
-    assert started(herd.read(gpu0=gpu(24, 14))) == []
-    assert herd.state.waits["b"].reason is WaitReason.RELEASING
-    herd.t = 61.0 + RELEASE_AWAITED_S
-    actions = herd.read(gpu0=gpu(24, 14))
-    assert act.Discrepancy("gpu0", 10 * GIB) in actions
-    assert account(herd).external == 10 * GIB
-    assert account(herd).releasing == {}
-
-
-def test_c55_bytes_that_show_late_are_waited_for() -> None:
-    """The driver shows them after 8 s: until then nothing starts, at once afterwards it does."""
-    herd = Herd(needs("a", 20), needs("b", 16))
-    herd.read(gpu0=gpu(24, 24))
-    herd.ask("a")
-    herd.serve("a", at=1.0)
-    herd.ask("b", at=60.0)
-    herd.exit(stop(herd, "a"), at=61.0)
-    herd.t = 65.0
-    assert started(herd.read(gpu0=gpu(24, 4))) == []
-    herd.t = 69.0
-    assert started(herd.read(gpu0=gpu(24, 24))) == ["b"]
 
 
 def test_c63_a_projector_counts_before_the_start() -> None:
@@ -242,20 +195,6 @@ def test_c70_host_memory_is_a_device_like_others() -> None:
     assert stopped(herd, herd.ask("c")) == ["a"]
 
 
-def test_c75_a_model_that_takes_more_than_reckoned_corrects_the_figure_and_evicts_nobody() -> None:
-    """Reckoned 1 GiB, real 2, alone on 40: it stays, and the ledger holds 2."""
-    herd = Herd(needs("a", 1, measured=False))
-    herd.read(gpu0=gpu(40, 40))
-    herd.ask("a")
-    own = herd.of("a").id
-    herd.do(ev.Took(own, {"gpu0": 2 * GIB}, {"gpu0": 2 * GIB}))
-    herd.serve("a", at=1.0)
-    actions = herd.read(seen={own: {"gpu0": 2 * GIB}}, gpu0=gpu(40, 38))
-    assert actions == ()
-    assert account(herd).held == {"a": 2 * GIB}
-    assert account(herd).external == 0
-
-
 def test_debt_is_paid_before_anything_starts() -> None:
     """A takes more than there is: what is asked for next waits until A is gone, and says for whom."""
     herd = Herd(needs("a", 1, measured=False), needs("b", 1))
@@ -279,19 +218,6 @@ def test_c78_what_must_be_pinned_on_the_host_is_booked_before_the_load() -> None
     assert "40960 MiB are used by others" in error_of(herd.last).error.message
 
 
-def test_mapped_pages_of_ours_are_not_free_although_the_host_says_so() -> None:
-    """A's weights are pages of its file, which the host shows as available: B does not get them."""
-    herd = Herd(spec("a", needs={"host": 10 * GIB}), spec("b", needs={"host": 8 * GIB}, measured=True))
-    herd.read(host=Device(16 * GIB, 16 * GIB))
-    herd.ask("a")
-    own = herd.of("a").id
-    herd.do(ev.Took(own, {"host": 10 * GIB}, {"host": GIB}))
-    herd.serve("a", at=1.0)
-    herd.read(seen={own: {"host": GIB}}, host=Device(16 * GIB, 15 * GIB))
-    assert account(herd).external == 0
-    assert stopped(herd, herd.ask("b", at=60.0)) == ["a"]
-
-
 def test_a_context_grows_into_what_is_free_and_no_further() -> None:
     """4 GiB least and 8 more at most: beside 18 of 24 it gets a quarter of its growth; alone all of it."""
     herd = Herd(needs("a", 18), needs("b", 4, grows={"gpu0": 8 * GIB}))
@@ -307,30 +233,63 @@ def test_a_context_grows_into_what_is_free_and_no_further() -> None:
     assert start.share == 1.0
 
 
-def test_c51_a_sleeper_is_booked_with_what_it_keeps() -> None:
-    """It sleeps and 600 MiB stay: those are held, waking books the rest again, and its slot stays."""
-    herd = Herd(needs("a", 8))
-    herd.read(gpu0=gpu(24, 24))
-    herd.ask("a")
-    herd.serve("a", at=1.0)
-    own = herd.of("a").id
-    herd.do(ev.FellAsleep(own))
-    herd.do(ev.Slept(own))
-    herd.read(seen={own: {"gpu0": 600 << 20}}, gpu0=gpu(24, 23.4))
-    assert account(herd).held == {"a": 600 << 20}
-    herd.ask("a", at=60.0)
-    assert account(herd).held == {"a": 8 * GIB}
+def test_the_page_s_example() -> None:
+    """Follow the numbers of docs/memory.md: what is free, what is short, what is released, the refusal."""
+    mib = 1 << 20
+    sizes = {"A": 14_000, "B": 12_000, "C": 23_500}
+    herd = Herd(*(spec(n, needs={"gpu0": size * mib}, measured=True) for n, size in sizes.items()))
+
+    def show(used: int) -> tuple[act.Action, ...]:
+        seen = {i.id: {"gpu0": used * mib} for i in herd.state.instances.values()}
+        margin, strangers = 1024 * mib, {"pid 812 Xorg": 600 * mib}
+        free = (24_576 - 600 - used) * mib
+        return herd.read(seen, gpu0=Device(24_576 * mib, free, margin, frees_late=True, strangers=strangers))
+
+    show(0)
+    herd.ask("A")
+    herd.serve("A", at=1.0)
+    show(14_000)
+    assert (account(herd).external, account(herd).free) == (600 * mib, 8_952 * mib)
+    assert stopped(herd, herd.ask("B", at=60.0)) == ["A"]
+    assert started(herd.exit(stop(herd, "A"))) == []
+    assert herd.state.waits["B"].reason is WaitReason.RELEASING
+    assert started(show(0)) == ["B"]
+    herd.serve("B", at=61.0)
+    show(12_000)
+    herd.ask("C", at=120.0)
+    told = error_of(herd.last).error.message
+    assert (
+        told.removesuffix(", ours: B 12000 MiB") in (Path(__file__).parents[2] / "docs/memory.md").read_text()
+    )
 
 
-def test_a_crash_leaves_no_ghost() -> None:
-    """A dies by itself: its bytes are awaited, then free, and nothing is held."""
-    herd = Herd(needs("a", 8))
+def test_an_absent_model_waits_for_its_files_and_takes_nothing() -> None:
+    """Its files are on their way: it takes no slot and nobody goes for it; they arrive, and it starts."""
+    absent = needs("a", 1, absent=True)
+    herd = Herd(absent, "b", models_max=1)
     herd.read(gpu0=gpu(24, 24))
+    herd.ask("b")
+    herd.serve("b", at=1.0)
+    assert started(herd.ask("a", at=100.0)) == []
+    assert herd.state.waits["a"].reason is WaitReason.DOWNLOADING
+    assert herd.of("b").leaving is None
+    herd.change(a=needs("a", 1))
+    assert herd.state.waits["a"].reason is not WaitReason.DOWNLOADING
+
+
+def test_files_that_cannot_be_had_are_told_to_all_who_wait_and_for_a_while_after() -> None:
+    """The download fails: those who wait get its reason once, and so does who comes next; an unknown one is
+    nobody's.
+    """
+    herd = Herd(needs("a", 1, absent=True))
     herd.ask("a")
-    herd.serve("a", at=1.0)
-    herd.exit(herd.of("a").id, at=60.0, end_class=EndClass.CRASHED)
-    herd.read(gpu0=gpu(24, 24))
-    assert (account(herd).held, account(herd).releasing, account(herd).free) == ({}, {}, 24 * GIB)
+    error = ApiError(404, "it is not on the hub", {"reason": "not_found"})
+    (failed,) = herd.do(ev.DownloadFailed("a", error))
+    assert failed == act.FailTickets("a", error)
+    (again,) = herd.ask("a", at=1.0)
+    assert isinstance(again, act.FailTickets)
+    assert (again.error.status, again.error.message) == (404, error.message)
+    assert herd.do(ev.DownloadFailed("nobody", error)) == ()
 
 
 def test_an_entry_waits_for_its_measurement_and_then_no_longer() -> None:
@@ -345,6 +304,31 @@ def test_an_entry_waits_for_its_measurement_and_then_no_longer() -> None:
     late.ask("a")
     assert late.last.wake_at == 5.0
     assert started(late.tick(5.0)) == ["a"]
+
+
+def test_nobody_goes_for_what_a_measurement_takes() -> None:
+    """4 GiB of host, A holds 1, 1 is booked for a measurement, and B needs 3: it waits for that to end, and A
+    stays; C needs 4, and A goes, which with what the measurement gives back is enough.
+    """
+    herd = Herd(
+        *(
+            spec(name, needs={"host": n * GIB}, measured=True)
+            for name, n in zip("abc", (1, 3, 4), strict=True)
+        )
+    )
+    herd.read(host=Device(4 * GIB, 4 * GIB))
+    herd.ask("a")
+    herd.serve("a", at=1.0)
+    herd.read(seen={herd.of("a").id: {"host": GIB}}, host=Device(4 * GIB, 3 * GIB))
+    herd.do(ev.MeasuringBegan("x", {"host": GIB}))
+    assert herd.ask("b", at=60.0) == ()
+    assert herd.state.waits["b"].reason is WaitReason.MEASURING
+    herd.give_back("b")
+    assert stopped(herd, herd.ask("c", at=61.0)) == ["a"]
+    herd.exit(stop(herd, "a"))
+    herd.read(host=Device(4 * GIB, 4 * GIB))
+    assert herd.state.waits["c"].reason is WaitReason.MEASURING
+    assert started(herd.do(ev.MeasuringEnded("x"))) == ["c"]
 
 
 def test_no_start_runs_beside_a_measurement_on_the_same_gpu() -> None:

@@ -41,7 +41,7 @@ def test_loads_queue_like_any_demand_instead_of_failing() -> None:
     """
     herd = loaded("a", models_max=1)
     herd.lease("a", 1)
-    assert herd.do(ev.LoadOrdered("x", "1"), at=5.0) == (act.Answer("1"),)
+    assert herd.do(ev.LoadOrdered("x", "1"), at=5.0) == (act.Answer("1"), act.Want(herd.of("a").id))
     assert herd.do(ev.LoadOrdered("x", "2"), at=6.0) == (act.Answer("2"),)
     herd.ask("y", at=7.0)
     assert herd.why("x").startswith("waits for a, in use")
@@ -99,7 +99,7 @@ def test_unload_of_a_busy_model_answers_at_once_and_drains() -> None:
     herd.claims[a] = Claims(0, herd.t)
     assert herd.see() == (act.TryStop(a, EndClass.STOPPED),)
     herd.do(ev.StopGranted(a))
-    assert herd.exit(a)[0] == act.Ended(a, "a", S.STOPPED, EndClass.STOPPED, "asked to", None)
+    assert herd.exit(a)[0] == act.Ended(a, "a", S.STOPPED, EndClass.STOPPED, "stopped: as asked", None)
 
 
 def test_unload_by_force_cuts() -> None:
@@ -162,6 +162,23 @@ def test_preload_at_the_start_of_a_new_herd_only() -> None:
     assert other.do(ev.RecoveryDone(preload=False)) == ()
 
 
+def test_loads_ordered_of_an_earlier_leader_are_done_by_the_next() -> None:
+    """Recovery ends with three ordered loads, of a living, a missing and an unknown model: one is started."""
+    herd = Herd("a", "b", recover=False)
+    herd.do(ev.Adopted("old-1", "b", "rev-b", S.READY, 0.0, 1.0, 1.0))
+    done = ev.RecoveryDone(preload=False, ordered=("a", "b", "nobody"))
+    assert herd.do(done) == (act.Start("h-1-1", "a", "rev-a"),)
+
+
+def test_c178_an_order_read_again_that_was_done_before_is_no_mistake() -> None:
+    """Read a load of a running model and an unload of a stopped one again, after a take-over: both are
+    done.
+    """
+    herd = loaded("a")
+    assert herd.do(ev.LoadOrdered("a", "1", again=True)) == (act.Answer("1"),)
+    assert herd.do(ev.UnloadOrdered("x", "2", again=True)) == (act.Answer("2"),)
+
+
 def test_too_many_to_preload_is_said_at_start() -> None:
     """Three load-on-startup models and two slots: a problem that names both numbers; none without a limit."""
     models = {name: spec(name, load_on_startup=True) for name in "abc"}
@@ -196,6 +213,29 @@ def test_a_changed_model_runs_on_and_starts_anew_only_with_its_next_load() -> No
     herd.do(ev.StopGranted("h-1-1"))
     herd.ask("a")
     assert herd.exit("h-1-1")[-1] == act.Start("h-1-2", "a", "two")
+
+
+def test_outdated_instances_start_anew_by_order_and_others_stay() -> None:
+    """Change an idle, a busy, a loading and a sleeping model beside one that stays; order the restart."""
+    herd = loaded("a", "b", "c", "z", models_max=0)
+    herd.lease("b", 1)
+    herd.ask("x")
+    herd.do(ev.FellAsleep(herd.of("c").id))
+    herd.do(ev.Slept(herd.of("c").id))
+    ids = {instance.model: instance.id for instance in herd.state.instances.values()}
+    assert herd.change(**{model: spec(model, revision="two") for model in "abcx"}) == ()
+    assert set(herd.do(ev.RestartOrdered())) >= {
+        act.TryStop(ids["a"], EndClass.STOPPED),
+        act.TryDrain(ids["b"], None, ordered=True),
+        act.AbortLoad(ids["x"], EndClass.STOPPED),
+    }
+    assert sorted(herd.state.orders) == ["a", "b", "x"]
+    assert herd.of("z").leaving is None
+    herd.do(ev.StopGranted(ids["a"]))
+    assert herd.exit(ids["a"])[-1] == act.Start("h-1-6", "a", "two")
+    assert herd.exit(ids["x"])[-1] == act.Start("h-1-7", "x", "two")
+    assert herd.state.demands["x"].tickets == 1
+    assert herd.do(ev.RestartOrdered()) == ()
 
 
 def test_shutting_down_stops_all_and_starts_none() -> None:

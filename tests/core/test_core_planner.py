@@ -177,7 +177,7 @@ def test_c12_a_slow_stop_is_counted_and_no_second_model_is_evicted() -> None:
     herd.do(ev.StopGranted("h-1-1"))
     for second in range(51, 56):
         assert herd.see(at=float(second)) == ()
-    assert herd.exit("h-1-1")[-1] == act.Start("h-1-9", "i", "rev-i")
+    assert herd.exit("h-1-1")[-1] == act.Start("h-1-9", "i", "rev-i", needs={"g": 1})
 
 
 def test_every_wait_is_explained_with_its_position() -> None:

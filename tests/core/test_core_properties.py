@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llamastead.shared.words import EndClass
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core.state import Policy
+from llamastead.supervisor.core.state import Place, Policy
 
 EXAMPLES = int(os.environ.get("CORE_EXAMPLES", "60"))
 FEW_MODELS = "abcdefgh"
@@ -52,6 +52,14 @@ def amounts_up_to(most: int, least: int = 0) -> st.SearchStrategy[dict[str, int]
 
 
 @st.composite
+def places(draw: st.DrawFn) -> tuple[Place, ...]:
+    """Half of the models may go to one GPU or the other."""
+    size, host, more = (draw(st.integers(0, 8)) * UNIT for _ in range(3))
+    gpus = draw(st.sampled_from([(), ("gpu0", "gpu1")]))
+    return tuple(Place(gpu, {gpu: size, "host": host // 4}, {gpu: more}) for gpu in gpus)
+
+
+@st.composite
 def registries(draw: st.DrawFn, names: str = FEW_MODELS) -> dict[str, Any]:
     some = draw(st.lists(st.sampled_from(names), min_size=2, unique=True))
     return {
@@ -65,6 +73,7 @@ def registries(draw: st.DrawFn, names: str = FEW_MODELS) -> dict[str, Any]:
             needs=draw(amounts_up_to(8)),
             grows=draw(st.one_of(st.just({}), amounts_up_to(8))),
             measured=draw(st.booleans()),
+            places=draw(places()),
         )
         for name in some
     }
@@ -81,6 +90,7 @@ class Scheduling(RuleBasedStateMachine):
         policy=policies(),
         specs=registries(),
         capacity=amounts_up_to(24, least=4),
+        margins=amounts_up_to(3),
         lag=st.sampled_from([0.0, 0.0, 1.0, 8.0, 40.0]),
         seed=st.integers(0, 2**16),
         recovered=st.booleans(),
@@ -90,13 +100,14 @@ class Scheduling(RuleBasedStateMachine):
         policy: Policy,
         specs: dict[str, Any],
         capacity: dict[str, int],
+        margins: dict[str, int],
         lag: float,
         seed: int,
         recovered: bool,
     ) -> None:
         self.models = sorted(specs)
         self.lazy = False
-        self.world = World(specs, policy, capacity, shuffle=shuffler(seed), lag=lag)
+        self.world = World(specs, policy, capacity, margins, shuffler(seed), lag=lag)
         if recovered:
             self.world.deliver(ev.RecoveryDone())
 
@@ -169,6 +180,20 @@ class Scheduling(RuleBasedStateMachine):
         self.world.read_devices()
         self.news()
 
+    @rule(size=st.sampled_from([UNIT, 2 * UNIT]))
+    def a_model_is_measured_or_was(self, size: int) -> None:
+        if self.world.measuring:
+            self.world.end_measuring()
+        else:
+            self.world.begin_measuring(size)
+        self.news()
+
+    @precondition(lambda self: self.world.instances)
+    @rule(data=st.data(), eighths=st.sampled_from([0, 4, 7, 9, 16]))
+    def one_engine_tells_what_it_took(self, data: Any, eighths: int) -> None:
+        self.world.engine_tells(self.some_instance(data), eighths)
+        self.news()
+
     @rule()
     def be_lazy_or_not(self) -> None:
         self.lazy = not self.lazy
@@ -225,7 +250,7 @@ class Scheduling(RuleBasedStateMachine):
     def scripts_surprise(self, refuse: bool) -> None:
         self.world.refuse_next, self.world.sneak_next = refuse, not refuse
 
-    @rule(data=st.data(), what=st.sampled_from(["load", "unload", "cut", "gone", "changed"]))
+    @rule(data=st.data(), what=st.sampled_from(["load", "unload", "cut", "gone", "changed", "restart"]))
     def a_person_acts(self, data: Any, what: str) -> None:
         model = self.some_model(data)
         if what == "load":
@@ -235,6 +260,8 @@ class Scheduling(RuleBasedStateMachine):
         else:
             fresh = replace(self.world.specs[model], revision=f"rev-{self.world.arrived}")
             self.world.change_registry(model, None if what == "gone" else fresh)
+            if what == "restart":
+                self.world.inbox.append(ev.RestartOrdered())
         self.news()
 
     @invariant()

@@ -19,6 +19,9 @@ def exit_of(*tail, code=1, signal=None, phase="loading", asked=False, killed=Fal
     return HolderExit(None if signal else code, signal, (NOISE, *tail, NOISE), phase, asked, killed, False)
 
 
+OLDER = ": this engine is older than the model; give a newer llama-server with --engine PATH"
+
+
 @pytest.mark.parametrize(
     ("ended", "end_class", "reason", "doomed"),
     [
@@ -31,7 +34,7 @@ def exit_of(*tail, code=1, signal=None, phase="loading", asked=False, killed=Fal
         (
             exit_of("llama_model_load: error loading model: unknown model architecture: 'frobnicator'"),
             EndClass.FAILED_TO_START,
-            "unknown model architecture: 'frobnicator' (exit code 1)",
+            "unknown model architecture: 'frobnicator'" + OLDER + " (exit code 1)",
             True,
         ),
         (
@@ -127,7 +130,7 @@ def exit_of(*tail, code=1, signal=None, phase="loading", asked=False, killed=Fal
             "exit code 1: llama_server: cleaning up before exit...",
             False,
         ),
-        (exit_of(code=0, phase="stopping", asked=True), EndClass.STOPPED, "stopped as asked", False),
+        (exit_of(code=0, phase="stopping", asked=True), EndClass.STOPPED, "stopped", False),
         (
             exit_of(signal=9, phase="stopping", asked=True, killed=True),
             EndClass.STOPPED,
@@ -145,3 +148,11 @@ def test_an_exit_without_a_word_is_told_as_such():
     """Classify an exit that left nothing on stderr."""
     ended = HolderExit(3, None, (), "loading", False, False, False)
     assert classify_exit(ended) == (EndClass.FAILED_TO_START, "exit code 3: nothing on stderr")
+
+
+def test_a_kill_while_the_kernel_ran_out_of_memory_is_for_memory():
+    """Classify a KILL that nobody asked for, once with and once without a kill by the kernel meanwhile."""
+    ended = exit_of(signal=9, phase="loading")
+    assert classify_exit(ended)[0] is EndClass.KILLED
+    assert classify_exit(ended, kernel_ran_out=True)[0] is EndClass.OUT_OF_MEMORY
+    assert classify_exit(exit_of(signal=15), kernel_ran_out=True)[0] is EndClass.KILLED

@@ -1,6 +1,9 @@
 """What engine lines say of memory, and what is made of it."""
 
+import pytest
+
 from llamastead.shared.devices.device import HOST
+from llamastead.shared.estimate import read_use
 from llamastead.shared.figures import (
     MIB,
     Breakdown,
@@ -11,6 +14,7 @@ from llamastead.shared.figures import (
     place,
     to_json,
     totals,
+    with_contexts,
     with_host_needs,
 )
 
@@ -113,6 +117,60 @@ def test_buffers_of_a_load_are_summed_and_the_last_reserve_counts() -> None:
     assert told["CUDA0"].draft == 10 * MIB
 
 
+def test_an_adapter_of_a_load_counts_as_weights_that_no_file_page_holds() -> None:
+    """Load a LoRA adapter beside the model: its bytes are the model's, on the device and on the host."""
+    lines = "".join(
+        f"0.01.400.00{k} I llama_adapter_lora_init_impl: {name} LoRA buffer size = 16.00 MiB\n"
+        for k, name in enumerate(("     CUDA0", "       CPU"))
+    )
+    alone, found = loaded(LOAD).figures, loaded(LOAD + lines).figures
+    assert alone
+    assert found
+    for name in ("CUDA0", HOST):
+        assert found[name] == alone[name] + Parts(model=16 * MIB)
+
+
+def test_a_load_whose_beginning_nobody_heard_tells_nothing() -> None:
+    """Take the lines of a load from its middle on, as a supervisor that took over in it: no figures, for they
+    would be too small; the next load tells all of it.
+    """
+    late = "".join(LOAD.splitlines(keepends=True)[3:])
+    assert "KV buffer" in late
+    assert loaded(late).figures is None
+    assert loaded(late + LOAD).figures == loaded(LOAD).figures
+
+
+REFUSALS = {
+    "alloc_tensor_range: failed to allocate CUDA0 buffer of size 9663676416": ("CUDA0", 9 << 30),
+    "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 512.00 MiB on device 1: cudaMalloc "
+    "failed: out of memory": ("CUDA1", 512 * MIB),
+    "ggml_aligned_malloc: insufficient memory (attempted to allocate 976.56 MB)": (HOST, round(976.56 * MIB)),
+}
+
+
+@pytest.mark.parametrize("line", REFUSALS)
+def test_c66_a_load_that_ran_out_says_what_it_wanted(line: str) -> None:
+    """Let a piece be refused: wanted is that piece and what was had before on that device."""
+    device, size = REFUSALS[line]
+    ran = loaded(f"{LOAD}0.03.000.000 E {line}\n")
+    assert ran.wanted == {device: size + totals(ran.figures or {}).get(device, 0)}
+    assert loaded(LOAD).wanted == {}
+
+
+def test_c63_a_loaded_projector_counts_whether_or_not_its_worst_case_was_told() -> None:
+    """Load a projector with fitting off: its weights and buffers count; with it on the larger word does."""
+    told = LOAD + (
+        "0.01.500.000 I load_hparams: model size:         7.25 MiB\n"
+        "0.01.500.001 I reserve_compute_meta:      CUDA0 compute buffer size =     0.50 MiB\n"
+        "0.01.500.002 I reserve_compute_meta:      CUDA0 compute buffer size =     0.75 MiB\n"
+    )
+    for text, mib in ((told, 8), ("[mtmd] estimated worst-case memory usage of mmproj is 14.00 MiB\n", 14)):
+        found = loaded(text if text is told else told + text).figures
+        assert found
+        assert found["CUDA0"].projector == mib * MIB
+        assert found["CUDA0"].compute == 24 * MIB
+
+
 def test_buffers_are_placed() -> None:
     """Name buffers as engines do: those of the host are the host's, whoever pins them."""
     names = {"CPU": HOST, "CPU_Mapped": HOST, "CUDA_Host": HOST, "Host": HOST, "CPU_REPACK": HOST}
@@ -127,6 +185,30 @@ def test_figures_travel_as_json_and_lie_between_two_contexts() -> None:
     assert between(low, high, 1 / 3) == {"CUDA0": Parts(model=9, context=13, compute=10)}
 
 
+def test_what_the_driver_takes_is_reckoned_on_each_gpu_that_is_used() -> None:
+    """One GPU used, one seen and not used, the host: only the used one's driver takes its part."""
+    found = {"CUDA0": Parts(model=1), "CUDA1": Parts(), HOST: Parts(model=1)}
+    assert totals(with_contexts(found, {})) == {"CUDA0": 1 + 512 * MIB, HOST: 1}
+    assert totals(with_contexts({"Vulkan0": Parts(model=1)}, {})) == {"Vulkan0": 1 + 128 * MIB}
+    assert totals(with_contexts(found, {"CUDA0": 0, "CUDA1": 7})) == {"CUDA0": 1, HOST: 1}
+    assert totals(with_contexts(found, {"CUDA0": 700 * MIB})) == {"CUDA0": 1 + 700 * MIB, HOST: 1}
+
+
 def test_c70_the_prompt_cache_is_booked_at_its_cap() -> None:
     """Add what the process and its prompt cache may take: the host's share grows by both."""
     assert totals(with_host_needs({"CUDA0": Parts(model=1)}, 100 * MIB)) == {"CUDA0": 1, HOST: 164 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "mapped"),
+    [
+        *(("load-mode", value, True) for value in ("auto", "mmap", "mmap+mlock")),
+        *(("load-mode", value, False) for value in ("none", "dio", "mlock")),
+        *(("mmap", "false", False), ("mlock", "true", True)),
+    ],
+)
+def test_how_a_file_is_read_says_whether_its_pages_can_be_dropped(
+    name: str, value: str, mapped: bool
+) -> None:
+    """Read the weights in each way that an engine knows: mapped, locked, or copied."""
+    assert read_use({name: value}).mapped is mapped

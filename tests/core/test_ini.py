@@ -136,7 +136,7 @@ def test_readings_that_differ_from_llama_server_are_noted():
 
 
 keys = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
-texts = st.text(st.characters(blacklist_characters="\r\n", blacklist_categories=("Cs",)), max_size=20)
+texts = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=("Cs",)), max_size=20)
 plain_values = texts.map(lambda text: text.strip(" \t")).filter(
     lambda text: not any(sign in text for sign in ";#\"'")
 )

@@ -13,6 +13,7 @@ from llamastead.shared.secret import instance_key
 from llamastead.shared.words import Source
 from llamastead.supervisor.engine import Engine
 from llamastead.supervisor.launch import LaunchError, build_spec, instance_environment
+from llamastead.supervisor.placement import Spot
 from llamastead.supervisor.registry.model import ModelEntry
 from llamastead.supervisor.registry.options import parse_help
 
@@ -167,8 +168,8 @@ def test_the_order_for_the_holder_is_plain_json():
     built = spec(entry(stop_timeout=3.0))
     message = json.loads(json.dumps(built.message()))
     assert set(message) == {
-        *("instance", "model", "nonce", "revision", "spec_hash", "argv", "env", "cwd", "socket"),
-        *("stop_timeout_s", "orphan_grace_s", "log_path", "log_bytes"),
+        *("instance", "model", "nonce", "revision", "spec_hash", "argv", "env", "cwd", "socket", "address"),
+        *("stop_timeout_s", "orphan_grace_s", "log_path", "log_bytes", "place", "needs"),
     }
     assert (message["stop_timeout_s"], message["orphan_grace_s"]) == (3.0, 60.0)
     assert message["log_path"] == "/run/ls/logs/m.log"
@@ -187,6 +188,13 @@ def test_the_key_is_in_the_environment_only():
     assert spec(entry({"ctx-size": "1"})).spec_hash != built.spec_hash
 
 
+def test_c139_no_time_limit_is_a_long_one_to_the_engine():
+    """Start with a time-out of 0, -1 and 5: the engine takes the first two literally (C139)."""
+    for asked, passed in (("0", "1000000000"), ("-1", "1000000000"), ("5", "5")):
+        argv = spec(entry({"timeout": asked})).argv
+        assert argv[argv.index("--timeout") + 1] == passed
+
+
 def test_a_model_that_can_not_be_started_is_refused_in_words():
     """Build without a model, with an option the engine lacks, and in a run folder that is too deep."""
     with pytest.raises(LaunchError, match=r"\[m\] names no model; add"):
@@ -194,5 +202,81 @@ def test_a_model_that_can_not_be_started_is_refused_in_words():
     assert "--gpt-oss-20b-default" in spec(ModelEntry("m", Source.PRESET, {"gpt-oss-20b-default": "on"})).argv
     with pytest.raises(LaunchError, match=r"/opt/llama-server of \[m\] has no option --frobnicate"):
         spec(entry({"frobnicate": "1"}))
+    there = Path(__file__)
+    with pytest.raises(LaunchError, match=r"m can't be loaded: /no/shard, /no/mmproj not found"):
+        spec(entry(files=(there, Path("/no/shard"), Path("/no/mmproj"))))
     with pytest.raises(LaunchError, match=r"too long for a unix socket; use a shorter --run-dir"):
         spec(entry(), run=Path("/" + "x" * 90))
+
+
+FIT = "-fit,  --fit [on|off]                   whether to adjust unset arguments to fit in device memory\n"
+FIT_TARGET = (
+    "-fitt, --fit-target MiB0,MiB1,MiB2,...\n"
+    "                                        target margin per device for --fit\n"
+    "                                        (env: LLAMA_ARG_FIT_TARGET)\n"
+)
+
+
+def placed(*names, environ=None, **options):
+    """Return the spec of a model on these of the ledger's GPUs; gpu0 spares 1024 MiB, gpu1 512."""
+    spot = Spot(
+        "",
+        {f"CUDA{k}": name for k, name in enumerate(names)},
+        {"CUDA_VISIBLE_DEVICES": "x"},
+        {"device": None},
+    )
+    engine = replace(ENGINE, options=parse_help(HELP + FIT_TARGET))
+    model = entry({name.replace("_", "-"): value for name, value in options.items()})
+    spared = {"gpu0": 1024, "gpu1": 512}
+    arguments = (model, engine, "box-1-1", "n" * 32, RUN, SECRET, Times(), environ or {})
+    return build_spec(*arguments, spot=spot, spared_mib=spared)
+
+
+def test_an_engine_leaves_free_what_the_ledger_does():
+    """Place it on one GPU, on two, on the host; the preset's own word and the variable's win."""
+    assert "--fit-target 512" in " ".join(placed("gpu1").argv)
+    assert "--fit-target 1024,512" in " ".join(placed("gpu0", "gpu1").argv)
+    assert "--fit-target" not in placed().argv
+    assert "--fit-target 7" in " ".join(placed("gpu1", fit_target="7").argv)
+    assert "--fit-target" not in placed("gpu1", environ={"LLAMA_ARG_FIT_TARGET": "7"}).argv
+
+
+def test_c76_what_names_devices_by_other_numbers_is_taken_away():
+    """Name a device in the preset and by its variable: the instance sees one, by what it is shown."""
+    built = placed(
+        "gpu1", device="CUDA1", environ={"LLAMA_ARG_DEVICE": "CUDA1", "CUDA_VISIBLE_DEVICES": "0,1"}
+    )
+    assert "--device" not in built.argv
+    assert "LLAMA_ARG_DEVICE" not in built.env
+    assert built.env["CUDA_VISIBLE_DEVICES"] == "x"
+
+
+@pytest.mark.parametrize(("said", "gets"), [(None, "4096"), ("0", "4096"), ("777", "777")])
+def test_the_context_that_memory_allows_stands_where_the_preset_leaves_it_open(said, gets):
+    """Say nothing, 0 (which means the model's own), and a number: only the number is the preset's word."""
+    model = entry({"ctx-size": said} if said else {})
+    built = build_spec(model, ENGINE, "box-1-1", "n" * 32, RUN, SECRET, Times(), {}, context=4096)
+    assert f"--ctx-size {gets}" in " ".join(built.argv)
+
+
+def test_what_is_measured_on_the_host_is_not_fitted_again():
+    """Build without fitting: the word is there, unless the preset has its own, or the engine knows none."""
+    engine = replace(ENGINE, options=parse_help(HELP + FIT))
+    built = [
+        build_spec(model, each, "box-1-1", "n" * 32, RUN, SECRET, Times(), {}, fit=False)
+        for model, each in ((entry(), engine), (entry({"fit": "on"}), engine), (entry(), ENGINE))
+    ]
+    assert ["--fit off" in " ".join(spec.argv) for spec in built] == [True, False, False]
+    assert "--fit on" in " ".join(built[1].argv)
+
+
+def test_no_two_instances_share_a_key() -> None:
+    """Change secret, instance or nonce: each makes another key; the same three make the same one."""
+    keys = {
+        instance_key(secret, instance, nonce)
+        for secret in (SECRET, b"another" * 9)
+        for instance in ("box-1-1", "box-1-2")
+        for nonce in ("n" * 32, "m" * 32)
+    }
+    assert len(keys) == 8
+    assert instance_key(SECRET, "box-1-1", "n" * 32) in keys

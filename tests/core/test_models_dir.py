@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llamastead.shared.gguf import shard_files
-from llamastead.supervisor.registry.files import FoundModel, scan_models_dir
+from llamastead.supervisor.registry.files import FoundModel, adapter_files, scan_models_dir
 from llamastead.supervisor.registry.model import RegistryError, Severity
 
 
@@ -86,6 +86,30 @@ def test_c100_a_split_model_is_its_first_shard_by_the_name_of_the_link(tmp_path)
     ]
 
 
+def test_c106_a_projector_is_looked_for_beside_the_link_and_then_beside_its_target(tmp_path):
+    """Link models out of a store that holds a projector, one of two models, one beside the link (C106)."""
+    store = tmp_path / "store"
+    for name in ("x/model.gguf", "x/mmproj.gguf", "y/one.gguf", "y/two.gguf", "y/mmproj.gguf"):
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).touch()
+    folder = tmp_path / "models"
+    for link, target in (
+        ("root.gguf", "x/model.gguf"),
+        ("inside/model.gguf", "x/model.gguf"),
+        ("beside/model.gguf", "x/model.gguf"),
+        ("unsure.gguf", "y/one.gguf"),
+    ):
+        (folder / link).parent.mkdir(parents=True, exist_ok=True)
+        (folder / link).symlink_to(store / target)
+    models, _ = scan(folder, "beside/mmproj-f16.gguf")
+    assert {name: model.mmproj for name, model in models.items()} == {
+        "root": store / "x" / "mmproj.gguf",
+        "inside": store / "x" / "mmproj.gguf",
+        "beside": folder / "beside" / "mmproj-f16.gguf",
+        "unsure": None,
+    }
+
+
 def test_dead_and_circular_links_do_no_harm(tmp_path):
     """Scan a folder with a dead link, a loop, and a link to a folder."""
     (tmp_path / "real").mkdir()
@@ -110,3 +134,11 @@ def test_a_missing_folder_is_an_error_with_its_name(tmp_path):
     """Scan a folder that isn't there."""
     with pytest.raises(RegistryError, match=f"{tmp_path}/no can't be read: No such file"):
         scan_models_dir(tmp_path / "no")
+
+
+def test_adapters_are_named_with_a_scale_or_without() -> None:
+    """Name several in each way that engines take; a name without its scale is still a file."""
+    options = {"lora": "/a.gguf,/b:1.gguf", "lora-scaled": "/c.gguf:0.5,/d:2.gguf:1,/e.gguf"}
+    found = [str(file) for file in adapter_files(options)]
+    assert found == ["/a.gguf", "/b:1.gguf", "/c.gguf", "/d:2.gguf", "/e.gguf"]
+    assert adapter_files({}) == ()

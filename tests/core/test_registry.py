@@ -7,8 +7,10 @@ import pytest
 from help_text import TABLE
 
 from llamastead.shared.words import Source
+from llamastead.supervisor.launch import instance_environment
 from llamastead.supervisor.registry.load import load_registry
-from llamastead.supervisor.registry.model import RegistryError, Sources
+from llamastead.supervisor.registry.model import RegistryError, Severity, Sources
+from llamastead.supervisor.registry.options import Option, OptionTable
 from llamastead.supervisor.registry.render import preset_text, wire_args
 
 
@@ -119,12 +121,24 @@ def test_two_models_of_one_name_refuse_the_start(load, text, message):
         ("env = LLAMA_ARG_HOST=0.0.0.0", "m.ini:2: env may not set LLAMA_ARG_HOST"),
         ("env = LLAMA_SERVER_ROUTER_PORT=1", "m.ini:2: env may not set LLAMA_SERVER_ROUTER_PORT"),
         ("engine =", "m.ini:2: .*expected a path"),
+        ("engine = ~nobody-of-this-name/e", "m.ini:2: .*no such user"),
+        ("model = a\0b", "m.ini:2: .*NUL character"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_place(load, line, message):
     """Load a section with one bad line."""
     with pytest.raises(RegistryError, match=message):
         load(f"[a]\n{line}\n")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "/" + "b" * 5000])
+def test_a_file_name_that_no_system_takes_is_one_models_fault(load, tmp_path, name):
+    """Name files longer than a name or a path may be, also through a link: the other models stay."""
+    (tmp_path / "linked.gguf").symlink_to("c" * 300 + ".gguf")
+    registry = load(f"[a]\nmodel = {name}\n[b]\nmodel = one.gguf\nmmproj = {name}\n", files=["one.gguf"])
+    assert set(registry.entries) == {"a", "b", "one"}
+    told = [odd.message for odd in registry.problems if odd.severity is Severity.ERROR]
+    assert sum("doesn't exist" in message for message in told) >= 2
 
 
 def test_all_bad_lines_are_told_at_once(load):
@@ -153,6 +167,16 @@ def test_our_own_keys_become_fields_and_never_options(load):
     assert load("[a]\nunload-after = -1\n").entries["a"].unload_after == 0.0
 
 
+def test_c139_a_time_out_of_nothing_is_none(load):
+    """Set a model's time-outs to 0, -1 and 1.5, leave one out, then write nonsense: read, told, refused."""
+    entry = load("[a]\nfirst-byte-timeout = 0\nidle-timeout = -1\ntotal-timeout = 1.5\n").entries["a"]
+    assert (entry.first_byte_timeout, entry.idle_timeout, entry.total_timeout) == (0.0, 0.0, 1.5)
+    assert load("[a]\nhidden = no\n").entries["a"].total_timeout is None
+    for nonsense in ("abc", "-2", "", "inf"):
+        with pytest.raises(RegistryError, match="idle-timeout"):
+            load(f"[a]\nidle-timeout = {nonsense}\n")
+
+
 def test_odd_values_are_warned_of(load):
     """Set a flag and router keys to words they don't know, and read what is told."""
     registry = load("[a]\nmodel = m.ini\njinja = no\nload-on-startup = yes\nstop-timeout = soon\n")
@@ -162,6 +186,42 @@ def test_odd_values_are_warned_of(load):
         "m.ini:4: load-on-startup = yes: neither true nor false, read as false",
         "m.ini:5: stop-timeout = soon: expected seconds, 10 are taken",
     ]
+
+
+def test_values_that_the_engine_would_refuse_are_told_at_the_start(load):
+    """Set numbers, choices and switches to words they can't be: the model is listed, each is an error."""
+    text = "[a]\nmodel = m.ini\nctx-size = lots\nlog-colors = perhaps\nngl = all\nb =\ntemp = .5\n"
+    registry = load(text)
+    assert list(registry.entries) == ["a"]
+    assert [str(p).rpartition("/")[2] for p in registry.problems if p.severity is Severity.ERROR][:3] == [
+        "m.ini:3: ctx-size = lots: expected a number",
+        "m.ini:4: log-colors = perhaps: expected one of auto, off, on",
+        "m.ini:6: b = : expected a number",
+    ]
+    with pytest.raises(RegistryError, match="command line: --ctx-size lots: expected a number"):
+        load("[a]\n", "-c", "lots")
+
+
+def test_each_setting_knows_where_it_comes_from(load):
+    """Set one option in each place and read the origins of what won."""
+    text = "[*]\nb = 1\npin = on\n[one]\nc = 2\nstop-timeout = 3\n"
+    registry = load(text, "-t", "3", files=["one.gguf"])
+    origins = {key: place.rpartition("/")[2] for key, place in registry.origins["one"].items()}
+    assert origins == {
+        "model": "models folder",
+        "batch-size": "m.ini:2 in [*]",
+        "pin": "m.ini:3 in [*]",
+        "ctx-size": "m.ini:5",
+        "stop-timeout": "m.ini:6",
+        "threads": "command line",
+    }
+
+
+def test_a_token_is_no_argument(load):
+    """Give the hub's token in a section and on the command line: instances have it in their environment."""
+    for registry in (load("[a]\nhf-token = secret\n"), load("[a]\n", "--hf-token", "secret")):
+        entry = registry.entries["a"]
+        assert (entry.options, entry.env) == ({}, {"HF_TOKEN": "secret"})
 
 
 def test_c90_no_model_called_default_appears(load):
@@ -178,20 +238,54 @@ def test_c93_options_of_one_model_are_no_options_for_all(load):
     assert [entry.options["ctx-size"] for entry in registry.entries.values()] == ["5", "5"]
     assert registry.aliases == {}
     assert [line.partition(":")[0] for line in told(registry)[:4]] == ["command line"] * 3 + ["m.ini"]
-    with pytest.raises(RegistryError, match="--model names one model; give a preset file"):
-        load("[a]\n", "-m", "/x.gguf")
+    with pytest.raises(RegistryError, match="--gpt-oss-20b-default fetches a model by itself: name it with"):
+        load("[a]\n", "--gpt-oss-20b-default")
     with pytest.raises(RegistryError, match=r"command line: argument --ctx-siz not recognized"):
         load("[a]\n", "--ctx-siz", "1")
 
 
+def test_a_model_of_the_command_line_is_registered_and_loaded_at_start(load, tmp_path):
+    """Name models by -m and -hf with options of their own: these are theirs alone, all others are for all."""
+    registry = load("[b]\nmodel = m.ini\n", "-m", "sub/x.gguf", "--mmproj", "p.gguf", "-c", "5")
+    x, b = registry.entries["x"], registry.entries["b"]
+    assert (x.load_on_startup, b.load_on_startup) == (True, False)
+    assert x.options == {"model": "sub/x.gguf", "mmproj": "p.gguf", "ctx-size": "5"}
+    assert x.path == Path.cwd() / "sub" / "x.gguf"
+    assert b.options == {"model": "m.ini", "ctx-size": "5"}
+    named = load("[b]\n", "-m", "/x.gguf", "-a", "chat,other").entries["chat"]
+    assert (named.aliases, named.options) == (("other",), {"model": "/x.gguf"})
+    assert load("", "-hf", "o/r:q8_0").entries["o/r:Q8_0"].options == {"hf-repo": "o/r:q8_0"}
+    merged = load("[x]\nb = 3\npin = on\n", "-m", "/y/x.gguf").entries["x"]
+    assert (merged.options, merged.pin) == ({"model": "/y/x.gguf", "batch-size": "3"}, True)
+
+
 def test_c94_keys_of_the_herd_in_a_section_are_told_not_dropped_in_silence(load):
     """Put settings of the router into `[*]`; each is reported at its line."""
-    registry = load("[*]\nmodels-max = 1\nparallel = 1\n[a]\nmodels-autoload = off\n")
+    registry = load("[*]\nmodels-max = 1\nparallel = 1\ntools = all\n[a]\nmodels-autoload = off\n")
     assert registry.entries["a"].options == {"parallel": "1"}
-    assert told(registry)[:2] == [
+    assert told(registry)[:3] == [
         "m.ini:2: models-max is ignored here: it belongs on Llamastead's own command line",
-        "m.ini:5: models-autoload is ignored here: it belongs on Llamastead's own command line",
+        "m.ini:4: tools is ignored here: tools that act on this machine stay off, as their routes answer",
+        "m.ini:6: models-autoload is ignored here: it belongs on Llamastead's own command line",
     ]
+
+
+def test_c94_tools_and_servers_of_newer_engines_reach_no_instance(tmp_path):
+    """Ask for MCP servers and tools elsewhere in `[*]`, on the command line and by a variable, as engines
+    from b11434 on take them: each instance would start them; all are told and dropped.
+    """
+    names = ("tools-runtime", "mcp-servers-config", "mcp-servers-json")
+    variables = {name: f"LLAMA_ARG_{name.upper().replace('-', '_')}" for name in names}
+    newer = [Option((f"--{name}",), arity=1, env=env) for name, env in variables.items()]
+    table = OptionTable((*TABLE.options, *newer))
+    lines = "".join(f"{name} = x\n" for name in names)
+    (tmp_path / "m.ini").write_text(f"[*]\n{lines}[a]\nmodel = m.ini\n")
+    words = [word for name in names for word in (f"--{name}", "x")]
+    registry = load_registry(Sources(None, tmp_path / "m.ini", tuple(words)), table)
+    assert registry.entries["a"].options == {"model": "m.ini"}
+    of_tools = [line for line in told(registry) if "tools that act on this machine stay off" in line]
+    assert len(of_tools) == 2 * len(names)
+    assert not {*variables.values()} & {*instance_environment(dict.fromkeys(variables.values(), "x"), table)}
 
 
 def test_c156_reserved_keys_in_a_section_are_overridden_with_a_warning(load):
@@ -210,8 +304,8 @@ def test_c156_reserved_keys_in_a_section_are_overridden_with_a_warning(load):
 
 def test_a_tag_after_the_last_colon_is_canonical(load):
     """Load sections named like repositories with tags of all sorts."""
-    text = "[o/r:ud-q4_k_xl]\n[plain:tag]\n[a:b:c-d.e]\n[b:]\n[:c]\n"
-    assert sorted(load(text).entries) == [":C", "a:b:E", "b:", "o/r:Q4_K_XL", "plain:TAG"]
+    text = "[o/r:ud-q4_k_xl]\n[o/r:big-q4_k_xl]\n[plain:tag]\n[a:b:c-d.e]\n[b:]\n[:c]\n"
+    assert sorted(load(text).entries) == [":C", "a:b:E", "b:", "o/r:Q4_K_XL", "o/r:UD-Q4_K_XL", "plain:TAG"]
     with pytest.raises(RegistryError, match=r"m.ini:2: \[o/r:Q8_0\] is the model of .*m.ini:1 again"):
         load("[o/r:q8_0]\n[o/r:Q8_0]\n")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.policy.__main__ import main
-from llamastead.shared.settings import ENV_PREFIX, Settings, field_extra
+from llamastead.shared.settings import Settings
+from llamastead.shared.settings_fields import ENV_PREFIX, field_extra
 from llamastead.shared.words import EndClass, WaitReason
 from llamastead.supervisor.core.reasons import RefuseReason
 from llamastead.supervisor.registry.keys import OWN_KEYS, ROUTER_KEYS

@@ -10,6 +10,7 @@ from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Granted, HeartbeatResult, Message, Waiting
 from llamastead.shared.words import InstanceState, UseKind
 
+TTL_MS = 600_000
 LIMITS = {"queue_limit": 0, "queue_limit_total": 0}
 
 
@@ -24,7 +25,7 @@ class Herd:
         self.beats: dict[str, int] = {}
 
     async def open(self, *models: str, gateways: tuple[str, ...] = ("g1", "g2"), **limits: int) -> "Herd":
-        assert await self.leader.lead(1, 10_000, {"host": "here"})
+        assert await self.leader.lead(1, TTL_MS, {"host": "here"})
         await self.leader.publish("r1", {model: {"source": "preset"} for model in models}, {})
         await self.leader.open_herd({**LIMITS, **limits})
         for gateway in gateways:
@@ -37,10 +38,11 @@ class Herd:
         leases: dict[str, str] | None = None,
         tickets: dict[str, list[str]] | None = None,
         minting: tuple[str, ...] = (),
+        **counts: Any,
     ) -> HeartbeatResult:
         self.beats[gateway] = self.beats.get(gateway, 0) + 1
         return await self.gateway.heartbeat(
-            gateway, self.beats[gateway], {"host": "here"}, leases or {}, tickets or {}, minting
+            gateway, self.beats[gateway], {"host": "here"}, leases or {}, tickets or {}, minting, **counts
         )
 
     async def acquire(self, model: str, ticket: str, gateway: str = "g1", **more: Any) -> Granted | Waiting:

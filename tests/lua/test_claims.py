@@ -6,7 +6,14 @@ import pytest
 from redis.asyncio import Redis
 from small_herd import Herd
 
-from llamastead.shared.store.errors import NoHerd, QueueFull, UnknownModel, Unregistered, WrongState
+from llamastead.shared.store.errors import (
+    NoHerd,
+    NotLoaded,
+    QueueFull,
+    UnknownModel,
+    Unregistered,
+    WrongState,
+)
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.records import Claimed, Claims, Granted, Stopping, Waiting
@@ -58,7 +65,6 @@ async def test_cold_request_waits_with_a_readable_ticket(herd: Herd) -> None:
     assert await herd.events("queued") == [{"kind": "queued", "model": "a", "request_id": "r1"}]
     queue = await herd.gateway.read_queue()
     assert [(t.id, t.kind, t.request_id) for t in queue["a"].tickets] == [("t1", UseKind.INFERENCE, "r1")]
-    assert queue["a"].expired == ()
 
 
 async def test_a_ticket_enrolled_again_keeps_its_place(herd: Herd) -> None:
@@ -300,12 +306,23 @@ async def test_failing_some_tickets_leaves_the_others_waiting(herd: Herd) -> Non
     await herd.gateway.acquire("a", "t1", "g1", UseKind.READ, 0)
     await herd.acquire("a", "t2")
     facts = await herd.leader.observe()
-    assert facts.queue["a"].expired == ("t1",)
-    assert await herd.leader.fail("a", {"status": 503}, facts.queue["a"].expired) == 1
+    late = [t.id for t in facts.queue["a"].tickets if t.deadline_ms <= facts.now_ms]
+    assert late == ["t1"]
+    assert await herd.leader.fail("a", {"status": 503}, late) == 1
     assert await herd.leader.fail("a", {"status": 503}, []) == 0
     after = (await herd.leader.observe()).queue["a"]
     assert [ticket.id for ticket in after.tickets] == ["t2"]
     assert after.first_ms == facts.queue["a"].first_ms
+
+
+async def test_want_tells_those_who_hold_the_instance(herd: Herd) -> None:
+    """Want an instance without and with a lease: only its holder hears of it, and nothing else changes."""
+    await herd.ready("i1", "a")
+    await herd.leader.want("i1")
+    await herd.acquire("a", "t1")
+    await herd.leader.want("i1")
+    assert [m.fields for m in await herd.inbox("g1")] == [{"type": "wanted", "instance": "i1"}]
+    assert await herd.redis.hget(herd.keys.instance("i1"), "state") == "ready"
 
 
 async def test_drain_closes_and_undrain_opens_again(herd: Herd) -> None:
@@ -380,6 +397,42 @@ async def test_c40_only_errors_since_the_load_make_an_instance_broken(herd: Herd
     assert [await herd.gateway.report("good", False, 3) for _ in range(3)] == [0, 0, 0]
     assert await herd.gateway.report("gone", False, 3) == 0
     assert await herd.asked() == [("broken", "bad")]
+
+
+@pytest.mark.parametrize(
+    ("state", "waits"),
+    [
+        (None, {"load"}),
+        (InstanceState.LOADING, {"load", "wake", "wait"}),
+        (InstanceState.SLEEPING, {"load", "wake"}),
+        (InstanceState.WAKING, {"load", "wake", "wait"}),
+        (InstanceState.DRAINING, {"load"}),
+        (InstanceState.STOPPING, {"load"}),
+    ],
+)
+async def test_c84_who_may_not_load_is_not_queued_for_what_is_gone(
+    herd: Herd, state: InstanceState | None, waits: set[str]
+) -> None:
+    """Ask for a model in each state as one who may load it, may only wake it, or neither: who may not is
+    refused and leaves no ticket, whatever its gateway believed.
+    """
+    if state is not None:
+        await herd.start("i1", "a", state)
+    for may in ("wait", "wake", "load"):
+        if may in waits:
+            assert isinstance(await herd.acquire("a", may, may=may), Waiting)
+        else:
+            with pytest.raises(NotLoaded):
+                await herd.acquire("a", may, may=may)
+    assert set(await herd.redis.hkeys(herd.keys.tickets("a"))) == waits
+
+
+async def test_c84_who_may_not_load_is_let_in_while_it_is_ready(herd: Herd) -> None:
+    """Ask for a ready model as one who may load nothing: a lease; where it turned away: refused."""
+    await herd.ready("i1", "a")
+    assert isinstance(await herd.acquire("a", "t1", may="wait"), Granted)
+    with pytest.raises(NotLoaded):
+        await herd.acquire("a", "t2", may="wait", not_instance="i1")
 
 
 async def test_c79_a_peek_holds_a_sleeper_and_does_not_wake_it(herd: Herd) -> None:

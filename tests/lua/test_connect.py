@@ -1,6 +1,8 @@
 """Connections: what is told when Redis is away, wrong or badly set up, and what a call costs."""
 
 import asyncio
+import errno
+import importlib.metadata
 import socket
 from pathlib import Path
 
@@ -10,7 +12,15 @@ from redis.exceptions import RedisError
 from small_herd import Herd
 from valkey_server import start_valkey
 
-from llamastead.shared.store.connect import BLOCK_MS, SOCKET_TIMEOUT_S, check, connect, explain, redact
+from llamastead.shared.store.connect import (
+    BLOCK_MS,
+    SOCKET_TIMEOUT_S,
+    check,
+    connect,
+    connect_sync,
+    explain,
+    redact,
+)
 from llamastead.shared.store.errors import StoreUnreachable
 from llamastead.shared.store.keys import Keys
 
@@ -31,20 +41,20 @@ def test_redact_keeps_the_address_and_drops_the_password(url: str, shown: str) -
 
 async def test_nobody_listens(tmp_path: Path) -> None:
     """Ask at a port and at a socket where nobody is: the text names the address without the password."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for url, shown in [
-        (f"redis://u:secret@127.0.0.1:{port}/0", f"redis://u:***@127.0.0.1:{port}/0"),
-        (f"unix://:secret@{tmp_path}/none.sock", f"unix://:***@{tmp_path}/none.sock"),
-    ]:
-        client = connect(url)
-        with pytest.raises(StoreUnreachable) as unreachable:
-            await check(client, url)
-        assert shown in str(unreachable.value)
-        assert "--redis-url" in str(unreachable.value)
-        assert "secret" not in str(unreachable.value)
-        await client.aclose()
+    with socket.socket() as bound:  # and does not listen: so nobody else does
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        for url, shown in [
+            (f"redis://u:secret@127.0.0.1:{port}/0", f"redis://u:***@127.0.0.1:{port}/0"),
+            (f"unix://:secret@{tmp_path}/none.sock", f"unix://:***@{tmp_path}/none.sock"),
+        ]:
+            client = connect(url)
+            with pytest.raises(StoreUnreachable) as unreachable:
+                await check(client, url)
+            assert shown in str(unreachable.value)
+            assert "--redis-url" in str(unreachable.value)
+            assert "secret" not in str(unreachable.value)
+            await client.aclose()
 
 
 def test_an_address_that_is_none() -> None:
@@ -125,6 +135,20 @@ def test_a_rule_the_server_gives_is_passed_on() -> None:
 def test_c169_blocking_reads_end_well_before_the_socket_time_out() -> None:
     """The block time has to leave room, or an idle stream looks like a dead server."""
     assert 2 * BLOCK_MS <= SOCKET_TIMEOUT_S * 1000
+
+
+async def test_a_connection_reads_no_file(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connect when what is installed can't be looked up, as in a process that may open one more file only."""
+
+    def refuse(_: str) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(importlib.metadata, "version", refuse)
+    client, blocking = connect(redis_url), connect_sync(redis_url)
+    assert await client.ping()
+    assert blocking.ping()
+    await client.aclose()
+    blocking.close()
 
 
 async def test_server_restart_costs_no_failed_call(short_tmp: Path) -> None:

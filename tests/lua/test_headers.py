@@ -1,15 +1,16 @@
 """The scripts' headers, the wrappers that call them, and the loader between them."""
 
 import ast
+import errno
 import re
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 
-from llamastead.shared.store import gateway, leader
+from llamastead.shared.store import conversations, downloads, gateway, jobs, leader
 from llamastead.shared.store.errors import Code, StoreRefusal, refusal
-from llamastead.shared.store.scripts import FOLDER, ScriptError, Scripts, load
+from llamastead.shared.store.scripts import FOLDER, ScriptError, Scripts, load, load_all
 
 VERBS = sorted(path.stem for path in FOLDER.glob("*.lua"))
 
@@ -17,7 +18,7 @@ VERBS = sorted(path.stem for path in FOLDER.glob("*.lua"))
 def calls() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return verb → (names of keys, names of arguments) as the wrappers' sources pass them."""
     found = {}
-    for module in (gateway, leader):
+    for module in (conversations, downloads, gateway, jobs, leader):
         for node in ast.walk(ast.parse(Path(module.__file__ or "").read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
@@ -112,6 +113,23 @@ def test_each_code_has_its_own_refusal() -> None:
     made = [type(refusal(code, ["limit", "1"])) for code in Code]
     assert len(set(made)) == len(Code)
     assert all(issubclass(kind, StoreRefusal) for kind in made)
+
+
+async def test_a_process_that_may_open_no_more_files_has_its_scripts(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call a script for the first time when no file can be read any more."""
+    load.cache_clear()
+    load_all.cache_clear()
+    scripts = Scripts(redis, "p:")
+
+    def refuse(*_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    keys = {"leader": "p:leader", "leadership": "p:leadership"}
+    with pytest.raises(StoreRefusal):
+        await scripts.call("renew", keys, {"token": "t", "ttl_ms": "1", "info": "{}"})
 
 
 async def test_call_with_other_names_than_the_header_is_refused() -> None:

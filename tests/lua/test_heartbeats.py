@@ -32,6 +32,21 @@ async def test_first_heartbeat_registers(redis: Redis, keys: Keys) -> None:
     assert await redis.pttl(keys.gateway("g1")) > 0
 
 
+async def test_a_batch_of_counts_is_added_once_however_often_it_is_sent(herd: Herd) -> None:
+    """Send a batch twice, as after a lost reply, another gateway's, and the next one: each is added once, and
+    what is of no model here makes none.
+    """
+    for gateway in ("g1", "g1", "g2"):
+        await herd.beat(
+            gateway, batch=1, counts={"a": {"answers:200": 2, "waited_ms": 7}, "gone": {"waits": 1}}
+        )
+    await herd.beat("g1")
+    await herd.beat("g1", batch=2, counts={"a": {"answers:200": 1, "answers:503": 1}})
+    found = await herd.redis.hgetall(herd.keys.model("a"))
+    assert (found["answers:200"], found["answers:503"], found["waited_ms"]) == ("5", "1", "14")
+    assert not await herd.redis.exists(herd.keys.model("gone"))
+
+
 async def test_unknown_lease_is_removed_after_two_beats(herd: Herd) -> None:
     """A lease whose acquire was cancelled unseen: kept while it may be under way, then gone and told."""
     await herd.ready("i1", "a")

@@ -194,7 +194,7 @@ class StoreMachine(RuleBasedStateMachine):
         elif verb == "ended":
             assert self.do(leader.ended(instance, EndClass.CRASHED, 1, "x"))
             del e.states[instance], e.leases[instance]
-        elif state not in ({"ready"} if verb == "sleep" else {"ready", "draining", "sleeping"}):
+        elif state not in {"ready", "sleeping", "waking" if verb == "sleep" else "draining"}:
             with pytest.raises(WrongState):
                 self.do(leader.sleep(instance) if verb == "sleep" else leader.stop(instance, EndClass.IDLE))
         elif verb == "sleep":

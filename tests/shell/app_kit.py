@@ -58,7 +58,7 @@ async def open_app(
     await leader.open(*models, aliases=aliases)
     async with open_gateway(settings) as gateway:
         proxy = NotingProxy()
-        app = App(gateway, proxy, api_keys)
+        app = App(gateway, proxy, api_keys, proxy)
         transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             served = Served(app, gateway, client, proxy, leader)

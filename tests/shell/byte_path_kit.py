@@ -1,14 +1,18 @@
 """A scripted instance on a unix socket, stand-ins for catalog and admission, a hand-driven ASGI call."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from waiting import PATIENCE_S
+
+from llamastead.gateway.auth import Keys
 from llamastead.gateway.proxy import Proxy
 from llamastead.gateway.routes import Router
+from llamastead.gateway.seams import NoLoad, may_load
 from llamastead.gateway.upstream import Pools
 from llamastead.shared.errors import ApiError
 from llamastead.shared.settings import Settings
@@ -24,6 +28,16 @@ SSE_HEAD = (
 def chunk(data: bytes) -> bytes:
     """Frame a piece of a chunked answer."""
     return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+FRAMINGS: Mapping[str, tuple[bytes, bytes, list[bytes]]] = {
+    "chunked": (SSE_HEAD + chunk(b"data: 1\n\n") + chunk(b""), b"data: 1\n\n", [b"transfer-encoding"]),
+    "length": (OK, b"ok", [b"content-length"]),
+    "head": (OK, b"", [b"content-length"]),
+    "204": (b"HTTP/1.1 204 No Content\r\n\r\n", b"", []),
+    "304": (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 5\r\n\r\n", b"", []),
+}
+"""An instance's answer in each framing: its bytes, its body, and the framing headers a client may get."""
 
 
 @dataclass
@@ -111,7 +125,7 @@ class Instance:
 
     async def all_closed(self) -> None:
         """Wait until no connection is open."""
-        async with asyncio.timeout(5), self.closed:
+        async with asyncio.timeout(PATIENCE_S), self.closed:
             await self.closed.wait_for(lambda: self.open == 0)
 
     def stop(self) -> None:
@@ -125,6 +139,20 @@ async def instance(path: Path, script: Script, backlog: int = 100) -> AsyncItera
     """Run a scripted instance listening at `path`."""
     made = Instance(path, script)
     server = await asyncio.start_unix_server(made.accept, path, backlog=backlog)
+    try:
+        yield made
+    finally:
+        server.close()
+        made.stop()
+        await made.all_closed()
+
+
+@asynccontextmanager
+async def instance_on_port(script: Script) -> AsyncIterator[Instance]:
+    """Run a scripted instance on a port of loopback."""
+    made = Instance(Path(), script)
+    server = await asyncio.start_server(made.accept, "127.0.0.1", 0)
+    made.address = f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield made
     finally:
@@ -152,6 +180,9 @@ class FakeModel:
     running: bool = True
     asleep: bool = False
     leaving: bool = False
+    timeouts: dict[str, float] = field(default_factory=dict)
+    state: str = "ready"
+    progress: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -183,6 +214,7 @@ class FakeClaim:
     wait_ms: int = 0
     load_ms: int = 0
     closed: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
     statuses: list[int] = field(default_factory=list)
 
     def answered(self, status: int) -> None:
@@ -192,6 +224,7 @@ class FakeClaim:
     def close(self) -> None:
         """Note it."""
         self.closed = True
+        self.gone.set()
 
 
 class FakeAdmission:
@@ -201,16 +234,19 @@ class FakeAdmission:
         self.addresses = list(addresses)
         self.claims: list[FakeClaim] = []
         self.asked: list[tuple[str, UseKind, str]] = []
+        self.no_loads: list[NoLoad | None] = []
         self.refusal: ApiError | None = None
+        self.same_instance = False
         self.held: asyncio.Event | None = None
         self.waiting = asyncio.Event()
         self.given_back = asyncio.Event()
 
-    async def acquire(self, model: str, kind: UseKind, request_id: str) -> FakeClaim:
+    async def acquire(
+        self, model: str, kind: UseKind, request_id: str, no_load: Callable[[], NoLoad | None] = may_load
+    ) -> FakeClaim:
         """Grant the next address."""
+        self.no_loads.append(no_load())
         self.asked.append((model, kind, request_id))
-        if self.refusal is not None:
-            raise self.refusal
         if self.held is not None:
             self.waiting.set()
             try:
@@ -218,9 +254,11 @@ class FakeAdmission:
             except asyncio.CancelledError:
                 self.given_back.set()
                 raise
+        if self.refusal is not None:
+            raise self.refusal
         return self._grant()
 
-    async def refused(self, claim: FakeClaim) -> FakeClaim:
+    async def refused(self, claim: FakeClaim, no_load: Callable[[], NoLoad | None] = may_load) -> FakeClaim:
         """Close the claim and grant the next address, if there is one."""
         claim.close()
         if not self.addresses:
@@ -229,7 +267,8 @@ class FakeAdmission:
 
     def _grant(self) -> FakeClaim:
         address = self.addresses.pop(0) if len(self.addresses) > 1 else self.addresses[0]
-        self.claims.append(FakeClaim(f"host-1-{len(self.claims)}", address))
+        number = 0 if self.same_instance else len(self.claims)
+        self.claims.append(FakeClaim(f"host-1-{number}", address))
         return self.claims[-1]
 
     @property
@@ -248,14 +287,16 @@ class Setting:
     admission: FakeAdmission
 
 
-def proxy_for(*addresses: str, autoload: bool = True, **more: Any) -> Setting:
+def proxy_for(
+    *addresses: str, autoload: bool = True, settings: Mapping[str, Any] = {}, **more: Any
+) -> Setting:
     """Build a proxy with claims on `addresses`; it knows `m` (alias `n`) and `cold`, which isn't loaded."""
     entry = FakeModel("m")
     catalog = FakeCatalog({"m": entry, "n": entry, "cold": FakeModel("cold", running=False)})
     admission = FakeAdmission(*addresses)
     pools = Pools()
-    settings = Settings(models_autoload=autoload)
-    return Setting(Proxy(catalog, admission, pools, settings, **more), pools, catalog, admission)
+    proxy = Proxy(catalog, admission, pools, Settings(models_autoload=autoload, **settings), **more)
+    return Setting(proxy, pools, catalog, admission)
 
 
 class Call:
@@ -294,7 +335,7 @@ class Call:
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "headers": given,
-            "state": {"request_id": "req-1", "route": found[0]},
+            "state": {"request_id": "req-1", "route": found[0], "probes": Keys(probe=("probe",)).probes},
         }
         self.messages = [
             {"type": "http.request", "body": piece, "more_body": k + 1 < len(pieces)}
@@ -336,7 +377,7 @@ class Call:
         if self.task is None:
             self.start()
         assert self.task is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self.task
         return self
 

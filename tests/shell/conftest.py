@@ -1,14 +1,37 @@
 """Fixtures of the tests that start real processes or their stand-ins."""
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
+from gateway_kit import Desk, ScriptedLeader, open_desk, settings_for
 from holder_kit import Watcher, cleaned
+from redis.asyncio import Redis
 from tiny import stub_engine, tiny_model
 
+from llamastead.shared.store.keys import Keys
 from llamastead.supervisor.engine import find_engine
 from llamastead.supervisor.epoch import write_epoch
+
+_BYTE_PATH = (
+    "test_pool",
+    "test_silence",
+    "test_proxy",
+    "test_edge",
+    "test_writer",
+    "test_pings",
+    "test_timeouts",
+)
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Try the byte path on the event loop of gateways: how it connects and closes is its own code."""
+    if item.path.name.startswith(_BYTE_PATH):
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")
@@ -58,3 +81,32 @@ async def watch(run_dir: Path) -> AsyncIterator[Callable[..., Watcher]]:
     yield make
     for watcher in made:
         watcher.holders.close()
+
+
+@pytest.fixture
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings from outside, nothing said of colours and width."""
+    for name in os.environ:
+        if name.startswith(("LLAMA_", "LLAMASTEAD_")) or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def own_run_dir(no_settings: None, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
+    """No settings from outside but a run folder of our own."""
+    monkeypatch.setenv("LLAMASTEAD_RUN_DIR", str(short_tmp / "run"))
+
+
+@pytest.fixture
+async def leader(redis: Redis, keys: Keys) -> ScriptedLeader:
+    """A stand-in for the supervisor that has opened a herd of the models `a` and `b`."""
+    leader = ScriptedLeader(redis, keys)
+    await leader.open("a", "b")
+    return leader
+
+
+@pytest.fixture
+async def desk(redis: Redis, keys: Keys, leader: ScriptedLeader, tmp_path: Path) -> AsyncIterator[Desk]:
+    """A gateway's admission at work beside that leader."""
+    async with open_desk(redis, keys, settings_for(tmp_path)) as desk:
+        yield desk

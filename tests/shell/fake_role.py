@@ -3,7 +3,7 @@
 FAKE_JOURNAL names a file that gets a line `role pid event monotonic-seconds` for each thing that happens.
 FAKE_<ROLE> is a JSON object: `exit` ends it at once with that code (`later`: from its second life on), `deaf`
 ignores TERM and INT, `orphan` starts a child in a session of its own that ignores TERM. The fake supervisor
-leads, the fake gateway answers 200 to everything.
+leads, the fake gateway answers 200 to everything. `waiting` is noted by who heeds signals and does its work.
 """
 
 import json
@@ -37,12 +37,15 @@ def on_stop(number, _):
 
 
 def start_orphan():
+    ours, its = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(its, b"deaf")
         while True:
             signal.pause()
+    os.read(ours, 4)
     note("orphan", pid)
 
 
@@ -51,14 +54,15 @@ def lead():
 
     redis = connect_sync(os.environ["LLAMASTEAD_REDIS_URL"])
     prefix = os.environ["LLAMASTEAD_REDIS_PREFIX"]
-    redis.hset(f"{prefix}leadership", mapping={"pid": os.getpid(), "host": os.environ["LLAMASTEAD_HOST_ID"]})
     redis.hset(f"{prefix}herd", "incarnation", "1")
     redis.zadd(f"{prefix}models", {"small": 1})
     redis.hset(f"{prefix}model:small", mapping={"name": "small", "source": "models_dir"})
+    about = {"pid": os.getpid(), "host": os.environ["LLAMASTEAD_HOST_ID"], "ready": "1"}
+    redis.hset(f"{prefix}leadership", mapping=about)
 
 
 def answer():
-    listener = socket.socket(fileno=int(os.environ["LLAMASTEAD_LISTEN_FD"]))
+    listener = socket.socket(fileno=int(os.environ["LLAMASTEAD_LISTEN_FD"].split()[0]))
     while True:
         connection, _ = listener.accept()
         connection.recv(4096)
@@ -76,8 +80,8 @@ if WISHES.get("orphan"):
     start_orphan()
 if ROLE == "supervisor":
     lead()
+note("waiting")
 if ROLE == "gateway":
     answer()
-note("waiting")
 while True:
     signal.pause()

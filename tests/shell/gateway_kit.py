@@ -1,14 +1,14 @@
 """A gateway's parts on a real Valkey, and a leader that does what a test tells it."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
+from waiting import until as until
 
 from llamastead.gateway.admission import Admission
 from llamastead.gateway.catalog import Catalog
@@ -16,6 +16,7 @@ from llamastead.gateway.commands import Commands
 from llamastead.gateway.heartbeat import Heartbeat
 from llamastead.gateway.inbox import Inbox
 from llamastead.gateway.leases import Claim
+from llamastead.gateway.tally import Tally
 from llamastead.shared.secret import instance_key
 from llamastead.shared.settings import Settings
 from llamastead.shared.store.gateway import GatewayStore
@@ -25,21 +26,7 @@ from llamastead.shared.store.records import Granted, Waiting
 from llamastead.shared.words import EndClass, InstanceState, UseKind
 
 SECRET = b"s" * 64
-PATIENCE_S = 10.0
 FOREVER_S = 3600.0
-
-
-async def until(look: Callable[[], Awaitable[Any] | Any], what: str) -> Any:
-    """Look again and again until `look()` gives something true, and return that; fail naming `what`."""
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        found = look()
-        if isinstance(found, Awaitable):
-            found = await found
-        if found:
-            return found
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        await asyncio.sleep(0.005)
 
 
 def settings_for(folder: Path, **more: Any) -> Settings:
@@ -110,7 +97,8 @@ class Desk:
 async def open_desk(redis: Redis, keys: Keys, settings: Settings, gateway: str = "g1") -> AsyncIterator[Desk]:
     """Run a gateway's admission as long as the context lasts; it is registered when the context begins."""
     store = WatchedStore(redis, keys)
-    heartbeat = Heartbeat(store, gateway, {}, settings.heartbeat, settings.redis_url)
+    patience = settings.admission_timeout
+    heartbeat = Heartbeat(store, gateway, {}, settings.heartbeat, settings.redis_url, patience, Tally())
     commands = Commands(store, gateway, settings.admission_timeout)
     catalog = Catalog(store, settings.reread)
 
@@ -130,6 +118,8 @@ async def open_desk(redis: Redis, keys: Keys, settings: Settings, gateway: str =
             commands,
             catalog,
             lambda e: events.append(dict(e)),
+            lambda _: None,
+            lambda _: None,
             lambda _: None,
         )
         desk = Desk(gateway, store, admission, heartbeat, commands, catalog, inbox, events)
@@ -190,3 +180,24 @@ class ScriptedLeader:
         commands = await self.store.read_commands(0)
         await self.store.done([command.id for command in commands])
         return [(c.verb, c.fields.get("model") or c.fields.get("instance", "")) for c in commands]
+
+
+async def tickets(leader: ScriptedLeader, model: str, count: int) -> list[str]:
+    """Return the model's tickets once there are exactly so many."""
+    found: list[str] = []
+
+    async def look() -> bool:
+        found[:] = await leader.waiting(model)
+        return len(found) == count
+
+    await until(look, f"{count} tickets for {model}")
+    return found
+
+
+async def gone(leader: ScriptedLeader, instance: str) -> None:
+    """Return once nobody holds a lease on the instance."""
+
+    async def look() -> bool:
+        return not await leader.leases(instance)
+
+    await until(look, f"no lease on {instance}")

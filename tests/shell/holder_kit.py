@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from waiting import PATIENCE_S as PATIENCE_S
+from waiting import until as until
 
 from llamastead.supervisor.holders import (
     HolderEvent,
@@ -21,7 +23,6 @@ from llamastead.supervisor.holders import (
 )
 from llamastead.supervisor.launch import InstanceSpec
 
-PATIENCE_S = 30.0
 KEY = "test-key"
 E = TypeVar("E")
 
@@ -64,6 +65,7 @@ def spec_for(
         "env": env,
         "cwd": str(run_dir),
         "socket": sock,
+        "address": f"unix:{sock}",
         "stop_timeout_s": 10.0,
         "orphan_grace_s": 60.0,
         "log_path": str(run_dir / "logs" / "tiny.log"),
@@ -114,16 +116,6 @@ def alive(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-async def until(test: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait until a test holds of something that tells nobody when it does, such as a process of others."""
-    try:
-        async with asyncio.timeout(patience_s):
-            while not test():  # noqa: ASYNC110 - the end of a foreign process sets no event
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"gave up after {patience_s} s waiting for {what}") from None
 
 
 def journal(model: Path) -> list[dict[str, Any]]:

@@ -62,6 +62,24 @@ def test_what_is_open_without_keys() -> None:
     assert status(Keys(admin=("boss",)), Access.ADMIN) == 401
 
 
+def test_c84_a_probe_key_is_for_what_is_loaded_and_for_nothing_else() -> None:
+    """Give a probe key beside other kinds of keys and alone: inference yes, management never, loads never."""
+    probe = {"authorization": "Bearer probe"}
+    for keys in (
+        Keys(("user",), ("boss",), ("probe",)),
+        Keys(("user",), (), ("probe",)),
+        Keys(probe=("probe",)),
+    ):
+        assert status(keys, Access.INFERENCE, **probe) == 200
+        assert status(keys, Access.ADMIN, **probe) == 403
+        assert keys.probes([(b"x-api-key", b"probe")])
+        assert not keys.probes([(b"x-api-key", b"user")])
+        assert keys.owner([(b"x-api-key", b"probe")])
+    assert status(Keys(("user",), (), ("probe",)), Access.INFERENCE) == 401
+    assert status(Keys(probe=("probe",)), Access.ADMIN) == 200
+    assert not Keys().probes([(b"x-api-key", b"")])
+
+
 async def test_every_route_wants_its_key_and_a_refusal_looks_like_llama_servers(
     redis: Redis, redis_url: str, tmp_path: Path
 ) -> None:
@@ -93,3 +111,16 @@ async def test_every_route_wants_its_key_and_a_refusal_looks_like_llama_servers(
         refused = await served.client.post("/models/unload", headers=user, json={"model": "a"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         assert served.proxy.asked == [("POST", "/v1/completions")]
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a key: it is compared with every one that there is, each time by the function made for that."""
+    compared: list[bytes] = []
+
+    def compare(given: bytes, expected: bytes) -> bool:
+        compared.append(expected)
+        return given == expected
+
+    monkeypatch.setattr("llamastead.shared.secret.hmac.compare_digest", compare)
+    assert status(BOTH, Access.ADMIN, authorization="Bearer boss") == 200
+    assert {b"user-1", b"user-2", b"boss"} == set(compared)

@@ -1,22 +1,24 @@
 """Readings of devices: GPUs as a scripted NVML shows them, host memory from files."""
 
+import ctypes
+import mmap
 import os
 from pathlib import Path
 
 import pynvml
 import pytest
-from fake_nvml import COMPILER, GIB, LOST, FakeGpu, FakeNvml
+from compiled import NEEDS_COMPILER
+from fake_nvml import GIB, LOST, UNSUPPORTED, UNTOLD, FakeGpu, FakeNvml
 
 from llamastead.shared.devices.device import Device, sensible
 from llamastead.shared.devices.gpus import Gpus, visible_devices
-from llamastead.shared.devices.host import process_memory, read_host
+from llamastead.shared.devices.host import process_memory, read_host, read_oom_kills
 
 BIG = FakeGpu("GPU-bbbb", "00000000:41:00.0", 24 * GIB, 20 * GIB)
 SMALL = FakeGpu("GPU-aaaa", "00000000:01:00.0", 8 * GIB, 7 * GIB, used={77: GIB})
-NO_COMPILER = pytest.mark.skipif(COMPILER is None, reason="no C compiler for the fake libnvidia-ml.so")
 
 
-@pytest.fixture(params=[pytest.param("library", marks=NO_COMPILER), "functions"])
+@pytest.fixture(params=[pytest.param("library", marks=NEEDS_COMPILER), "functions"])
 def nvml(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     """Scripted GPUs, under the real pynvml and in its place."""
     fake = FakeNvml(tmp_path / "gpus")
@@ -35,6 +37,23 @@ def test_two_unequal_gpus_are_named_in_pci_order_whatever_nvml_s_is(nvml: FakeNv
     assert (second.name, second.uuid, second.free, second.processes) == ("gpu1", "GPU-bbbb", 20 * GIB, {})
 
 
+def test_processes_that_draw_are_known_too_and_those_that_do_both_once(nvml: FakeNvml) -> None:
+    """A desktop, as an engine on Vulkan, is listed apart from what computes; one process is in both lists."""
+    drawn = {77: 2 * GIB, 812: 600 << 20}
+    nvml.show(FakeGpu(SMALL.uuid, SMALL.bus, SMALL.total, 5 * GIB, used={77: 2 * GIB, 78: GIB}, drawn=drawn))
+    (device,) = Gpus().read()
+    assert device.processes == {77: 2 * GIB, 78: GIB, 812: 600 << 20}
+
+
+def test_what_the_driver_keeps_to_itself_is_not_guessed(nvml: FakeNvml) -> None:
+    """It tells no bytes of a process that draws: the others are known; of one that computes: none is."""
+    figures = (SMALL.uuid, SMALL.bus, SMALL.total, 5 * GIB)
+    nvml.show(FakeGpu(*figures, used={77: GIB}, drawn={812: UNTOLD}))
+    assert [device.processes for device in Gpus().read()] == [{77: GIB}]
+    nvml.show(FakeGpu(*figures, used={77: GIB, 78: UNTOLD}))
+    assert [device.processes for device in Gpus().read()] == [None]
+
+
 def test_hidden_gpus_are_not_shown_and_the_others_keep_their_names(nvml: FakeNvml) -> None:
     """Hide one by number, by UUID and all: what is left has the same name as before."""
     nvml.show(BIG, SMALL)
@@ -51,7 +70,7 @@ def test_a_gpu_that_fails_shows_its_last_good_reading_and_the_other_goes_on(nvml
     nvml.show(lost, FakeGpu(SMALL.uuid, SMALL.bus, SMALL.total, GIB))
     first, second = gpus.read()
     assert (first.free, first.problem) == (GIB, "")
-    assert second.free == 20 * GIB
+    assert (second.free, second.lost, first.lost) == (20 * GIB, True, False)
     assert "lost" in second.problem.lower()
     nvml.show(BIG, SMALL)
     assert [device.problem for device in gpus.read()] == ["", ""]
@@ -66,6 +85,7 @@ def test_a_library_lost_at_run_time_keeps_the_last_readings(nvml: FakeNvml) -> N
     (kept,) = gpus.read()
     assert kept.free == 7 * GIB
     assert kept.problem
+    assert not kept.lost, "engines may get on without this library"
     nvml.show(SMALL)
     assert [device.problem for device in gpus.read()] == [""]
 
@@ -78,7 +98,38 @@ def test_a_gpu_that_fell_off_the_bus_keeps_its_place(nvml: FakeNvml) -> None:
     nvml.show(SMALL)
     first, second = gpus.read()
     assert first.problem == ""
-    assert (second.uuid, second.problem) == (BIG.uuid, "it is not listed any more")
+    assert (second.uuid, second.problem, second.lost) == (BIG.uuid, "it is not listed any more", True)
+
+
+def test_a_gpu_keeps_its_name_when_the_one_before_it_is_gone(nvml: FakeNvml) -> None:
+    """Let the first slot's GPU fall off the bus: the other is still gpu1, not a second gpu0."""
+    nvml.show(SMALL, BIG)
+    gpus = Gpus()
+    gpus.read()
+    nvml.show(BIG)
+    first, second = gpus.read()
+    assert (first.name, first.uuid, first.problem) == ("gpu0", SMALL.uuid, "it is not listed any more")
+    assert (second.name, second.uuid, second.problem) == ("gpu1", BIG.uuid, "")
+
+
+def test_parts_of_a_gpu_are_devices_of_their_own(nvml: FakeNvml) -> None:
+    """Cut one of two into parts: each has a name, a UUID and figures, the whole is not shown beside them."""
+    parts = tuple(FakeGpu(f"MIG-{k}", BIG.bus, 10 * GIB, k * GIB, used={k: GIB}) for k in (1, 2))
+    nvml.show(SMALL, FakeGpu(BIG.uuid, BIG.bus, BIG.total, BIG.free, parts=parts))
+    assert [(d.name, d.uuid, d.free, d.slice) for d in Gpus().read()] == [
+        ("gpu0", SMALL.uuid, 7 * GIB, False),
+        ("gpu1.0", "MIG-1", GIB, True),
+        ("gpu1.1", "MIG-2", 2 * GIB, True),
+    ]
+    assert [d.name for d in Gpus("MIG-2").read()] == ["gpu1.1"]
+    assert [d.name for d in Gpus("1").read()] == ["gpu1.0", "gpu1.1"]
+
+
+def test_c73_a_gpu_without_memory_of_its_own_says_so(nvml: FakeNvml) -> None:
+    """Let NVML have no figures for a chip with one memory for all: it is no trouble, and marked."""
+    nvml.show(FakeGpu(SMALL.uuid, SMALL.bus, 0, 0, result=UNSUPPORTED))
+    (device,) = Gpus().read()
+    assert (device.unified, device.problem, device.total) == (True, "", 0)
 
 
 def test_no_gpus_and_no_library_are_no_trouble(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +228,12 @@ def test_an_unlimited_cgroup_limits_nothing(tmp_path: Path) -> None:
     assert (host.total, host.free) == (16 * GIB, 8 * GIB)
 
 
+def test_kills_for_lack_of_memory_are_counted(tmp_path: Path) -> None:
+    """Read the kernel's count; where there is none it is 0."""
+    assert read_oom_kills(write_host(tmp_path, {"proc/vmstat": "nr_free_pages 7\noom_kill 3\n"})) == 3
+    assert read_oom_kills(tmp_path / "none") == 0
+
+
 def test_this_machine_and_this_process_can_be_read() -> None:
     """Read the real ones: sums are plausible, a process that is not there has none."""
     host = read_host()
@@ -185,3 +242,33 @@ def test_this_machine_and_this_process_can_be_read() -> None:
     assert own is not None
     assert own[0] > 1 << 20
     assert process_memory(2**30) is None
+
+
+ROLLUP = "Rss: 3000 kB\nPss: 2500 kB\nPss_Anon: 500 kB\nPss_File: 2000 kB\nLocked: {locked} kB\n"
+
+
+@pytest.mark.parametrize(("locked", "own", "mapped"), [(0, 500, 2000), (1900, 2400, 100), (2600, 2500, 0)])
+def test_locked_pages_of_a_file_are_no_pages_that_can_be_dropped(
+    tmp_path: Path, locked: int, own: int, mapped: int
+) -> None:
+    """Lock none of a process's mapped file, nearly all of it, or the process's own pages as well."""
+    root = write_host(tmp_path, {"proc/7/smaps_rollup": ROLLUP.format(locked=locked)})
+    assert process_memory(7, root) == (own << 10, mapped << 10)
+
+
+def test_what_this_process_locks_of_a_file_it_cannot_drop(tmp_path: Path) -> None:
+    """Map a file for real, touch it, and lock it: its bytes move from those that can be dropped."""
+    file, size = tmp_path / "weights", 8 << 20
+    file.write_bytes(b"x" * size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    with file.open("rb+") as opened, mmap.mmap(opened.fileno(), size) as weights:
+        assert weights[:].count(b"x") == size
+        before = process_memory(os.getpid())
+        place = ctypes.addressof(ctypes.c_char.from_buffer(weights))
+        if libc.mlock(ctypes.c_void_p(place), ctypes.c_size_t(size)):
+            pytest.skip("this user may not lock so much")
+        after = process_memory(os.getpid())
+        libc.munlock(ctypes.c_void_p(place), ctypes.c_size_t(size))
+    assert before is not None
+    assert after is not None
+    assert before[1] - after[1] > size * 0.9

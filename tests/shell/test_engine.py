@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from help_text import HELP
 
+from llamastead.shared.settings import Settings
+from llamastead.supervisor import engine as engine_module
+from llamastead.supervisor.configuration import Configuration
 from llamastead.supervisor.engine import EngineError, find_engine
 from llamastead.supervisor.selftest import self_test
 
@@ -89,6 +92,29 @@ def test_its_own_variables_do_not_disturb_the_question(tmp_path):
     path = script(tmp_path / "e")
     path.write_text(path.read_text().replace("case $1", "test -z $LLAMA_ARG_CTX_SIZE || exit 9\ncase $1"))
     assert find_engine(path, {**os.environ, "LLAMA_ARG_CTX_SIZE": "x"}).path == path
+
+
+def test_an_engine_that_does_not_answer_is_asked_once_and_again_when_the_registry_is_read(
+    tmp_path, monkeypatch
+):
+    """Name a silent engine in a preset: two looks cost one wait; once it answers, a reading finds it."""
+    silent = tmp_path / "silent"
+    silent.write_text(f"#!/bin/sh\necho start >>{silent}.journal\nexec sleep 60\n")
+    silent.chmod(0o755)
+    preset = tmp_path / "m.ini"
+    preset.write_text(f"[m]\nmodel = /m.gguf\nengine = {silent}\n")
+    herds = script(tmp_path / "mine")
+    settings = Settings(run_dir=tmp_path / "run", models_preset=preset, engine=herds, ui=False)
+    made = Configuration(settings, {"PATH": os.defpath})
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "ANSWER_SECONDS", 1.5)  # enough to begin
+        for _ in range(2):
+            with pytest.raises(EngineError, match="gave no answer"):
+                made.engine_of(made.registry.entries["m"])
+    assert starts(silent) == 1
+    script(silent)
+    made.ask_silent_engines()
+    assert made.engine_of(made.registry.entries["m"]).path == silent
 
 
 def test_an_illegal_instruction_at_load_is_said_at_start(tmp_path):

@@ -7,18 +7,22 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 from gateway_kit import ScriptedLeader, until
+from ports import free_port, refuses
 from redis.asyncio import Redis
+from waiting import PATIENCE_S
 
+from llamastead.gateway.server import reaches_others
 from llamastead.shared.ports import listen
 from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.store.keys import Keys
+from llamastead.shared.words import EndClass
 from llamastead.up.processes import descendants_of
 
 NONCE = "0" * 32
@@ -67,7 +71,7 @@ class GatewayProcess:
     def client(self) -> httpx.AsyncClient:
         """Return a client that keeps no connection, so that each request meets the listening socket."""
         limits = httpx.Limits(max_keepalive_connections=0)
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", limits=limits, timeout=20)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", limits=limits, timeout=PATIENCE_S)
 
     async def ready(self) -> str:
         """Return the id of the gateway that answers, once one is ready."""
@@ -89,7 +93,8 @@ def env(redis_url: str, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     read_or_make_herd_secret(short_tmp / "secret")
     monkeypatch.setenv("LLAMASTEAD_RUN_DIR", str(short_tmp))
     monkeypatch.setenv("LLAMASTEAD_REDIS_URL", redis_url)
-    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", "10")
+    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", str(2 * PATIENCE_S))
+    monkeypatch.setenv("LLAMASTEAD_PING_INTERVAL", "-1")  # a slow machine would put comments between answers
     return short_tmp
 
 
@@ -102,11 +107,10 @@ async def leader(redis: Redis, keys: Keys) -> ScriptedLeader:
 
 @asynccontextmanager
 async def gateway_process(
-    folder: Path, *flags: str, files: int | None = None
+    folder: Path, *flags: str, files: int | None = None, port: int = 0
 ) -> AsyncIterator[GatewayProcess]:
-    """Run a gateway; `files`: how many it may have open."""
-    with listen("127.0.0.1", 0) as probe:
-        port = probe.getsockname()[1]
+    """Run a gateway; `files`: how many it may have open; `port`: where, if not anywhere."""
+    port = port or free_port()
     log = folder / "gateway.log"
     with log.open("ab") as out:
         words = [sys.executable, "-m", "llamastead", "gateway", "--port", str(port), *flags]
@@ -127,14 +131,14 @@ async def load(leader: ScriptedLeader, instance: TalkingInstance) -> None:
     await leader.store.ready("h-1-1", "a", {})
 
 
-async def refuses(port: int) -> bool:
-    """Return whether nothing listens on the port."""
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
-        return True
-    writer.close()
-    return False
+async def two_gateways(leader: ScriptedLeader) -> set[str]:
+    """Return the ids of the gateways once there are two."""
+
+    async def look() -> set[str]:
+        found = set(await leader.redis.zrange(leader.keys.gateways, 0, -1))
+        return found if len(found) == 2 else set()
+
+    return set(await until(look, "two gateways"))
 
 
 async def test_c133_leaving_ends_event_streams_finishes_answers_and_says_goodbye(
@@ -158,8 +162,94 @@ async def test_c133_leaving_ends_event_streams_finishes_answers_and_says_goodbye
             assert await leader.leases("h-1-1") != {}
             instance.finish.set()
             assert [part async for part in parts] == [b"data: two\n\n"]
-        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+        assert await asyncio.wait_for(gateway.process.wait(), PATIENCE_S) == 0
         assert await leader.leases("h-1-1") == {}
+        assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == []
+
+
+async def test_c133_ten_event_streams_and_two_chats_make_way_for_a_new_gateway(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """TERM with ten event streams and two answers open: the streams end at once, another gateway takes the
+    port and serves while the answers finish, and the first one leaves in order.
+    """
+    instance = TalkingInstance(env / "e.sock")
+    chat = {"model": "a", "stream": True}
+    async with (
+        instance.listening(),
+        gateway_process(env) as gateway,
+        gateway.client() as client,
+        AsyncExitStack() as open_ones,
+    ):
+        await gateway.ready()
+        await load(leader, instance)
+        chats = [
+            await open_ones.enter_async_context(client.stream("POST", "/v1/completions", json=chat))
+            for _ in range(2)
+        ]
+        parts = [answer.aiter_bytes() for answer in chats]
+        assert [await anext(part) for part in parts] == [b"data: one\n\n"] * 2
+        streams = [
+            await open_ones.enter_async_context(client.stream("GET", "/models/sse")) for _ in range(10)
+        ]
+        gateway.process.send_signal(signal.SIGTERM)
+        for events in streams:
+            assert [chunk async for chunk in events.aiter_bytes()] == []
+        await until(lambda: refuses(gateway.port), "the port to be closed")
+        async with gateway_process(env, port=gateway.port) as other, other.client() as another:
+            await other.ready()
+            async with another.stream("GET", "/models/sse") as events:
+                assert events.status_code == 200
+                assert gateway.process.returncode is None
+            instance.finish.set()
+            for part in parts:
+                assert [piece async for piece in part] == [b"data: two\n\n"]
+            assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+            answer = await another.post("/v1/completions", json=chat)
+            assert (answer.status_code, answer.content) == (200, b"data: one\n\ndata: two\n\n")
+            assert len(await leader.redis.zrange(leader.keys.gateways, 0, -1)) == 1
+
+
+async def test_during_the_drain_wait_only_readiness_changes(env: Path, leader: ScriptedLeader) -> None:
+    """TERM with a drain-wait of an hour: readiness says 503 over new connections, which are served, and an
+    event stream stays open; a second signal ends it all.
+    """
+    instance = TalkingInstance(env / "e.sock")
+    instance.finish.set()
+    async with (
+        instance.listening(),
+        gateway_process(env, "--drain-wait", "3600") as gateway,
+        gateway.client() as client,
+    ):
+        await gateway.ready()
+        await load(leader, instance)
+        async with client.stream("GET", "/models/sse") as events:
+            gateway.process.send_signal(signal.SIGTERM)
+
+            async def draining() -> bool:
+                answer = await client.get("/readyz")
+                return (answer.status_code, answer.json()["status"]) == (503, "draining")
+
+            await until(draining, "readiness to say so")
+            said = (await client.get("/health")).headers["date"]
+
+            async def goes_on() -> bool:
+                # The server writes the time at each tenth of its ticks; where it may leave it does at once.
+                async with gateway.client() as newcomer:
+                    return (await newcomer.get("/health")).headers["date"] != said
+
+            await until(goes_on, "the server to go on")
+            answer = await client.post("/v1/completions", json={"model": "a"})
+            assert answer.text == "data: one\n\ndata: two\n\n"
+            await leader.store.ended("h-1-1", EndClass.STOPPED, 0, "")
+            told = b""
+            async for piece in events.aiter_bytes():
+                told += piece
+                if b"unloaded" in told:
+                    break
+            assert b"unloaded" in told
+            gateway.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(gateway.process.wait(), 10) in (0, 1)
         assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == []
 
 
@@ -180,7 +270,7 @@ async def test_c133_what_does_not_end_is_cut_at_the_deadline(
             with pytest.raises(httpx.TransportError):
                 await anext(parts)
             assert json.loads(last[-1].removeprefix(b"data: "))["error"]["code"] == 503
-        assert await asyncio.wait_for(gateway.process.wait(), 10) == 1
+        assert await asyncio.wait_for(gateway.process.wait(), PATIENCE_S) == 1
         assert await leader.leases("h-1-1") == {}
 
 
@@ -213,7 +303,7 @@ async def test_a_second_signal_cuts_at_once(env: Path, leader: ScriptedLeader) -
             gateway.process.send_signal(signal.SIGTERM)
             await until(lambda: refuses(gateway.port), "the port to be closed")
             gateway.process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(gateway.process.wait(), 5) == 1
+            assert await asyncio.wait_for(gateway.process.wait(), PATIENCE_S) == 1
 
 
 async def test_c163_more_clients_than_files_get_503_and_crash_nothing(
@@ -233,6 +323,12 @@ async def test_c163_more_clients_than_files_get_503_and_crash_nothing(
 
         await until(excess, "the excess to be refused")
         assert {answer.result().status_code for answer in answers if answer.done()} == {503}
+        others = [await asyncio.open_connection("127.0.0.1", gateway.port) for _ in range((128 - 64) // 2)]
+        # Whoever watches it sees that it lives; a restart would cut those who are served.
+        for path, status in (("/healthz", 200), ("/readyz", 200), ("/models", 503)):
+            assert (await client.get(path)).status_code == status, path
+        for _, writer in others:
+            writer.close()
         instance.finish.set()
         codes = [(await answer).status_code for answer in answers]
         assert set(codes) == {200, 503}
@@ -266,7 +362,7 @@ async def test_c163_many_streams_starve_no_probe_and_cost_little_memory(
         gateway_process(env, "--workers", "2") as gateway,
         gateway.client() as client,
     ):
-        await gateway.ready()
+        await two_gateways(leader)
         await load(leader, instance)
         streams = [await begin_stream(gateway.port)]
         before = resident_bytes(gateway)
@@ -286,22 +382,23 @@ async def test_c163_many_streams_starve_no_probe_and_cost_little_memory(
 async def test_c111_a_hangup_ends_no_gateway(env: Path, leader: ScriptedLeader) -> None:
     """Send HUP ten times to a gateway with two workers and to each worker: all answer on."""
     async with gateway_process(env, "--workers", "2") as gateway:
-        await gateway.ready()
+        before = await two_gateways(leader)
+        pids = {gateway.process.pid, *descendants_of(gateway.process.pid, set())}
+        assert len(pids) == 3
         for _ in range(10):
-            gateway.process.send_signal(signal.SIGHUP)
-        assert await gateway.ready()
-        assert gateway.process.returncode is None
+            for pid in pids:
+                os.kill(pid, signal.SIGHUP)
+        async with gateway.client() as client:
+            for _ in range(20):
+                assert (await client.get("/healthz")).status_code == 200
+        assert {gateway.process.pid, *descendants_of(gateway.process.pid, set())} == pids
+        assert await two_gateways(leader) == before
 
 
 async def test_workers_share_the_port_and_a_dead_one_comes_back(env: Path, leader: ScriptedLeader) -> None:
     """Run two workers, kill one, then stop: two gateways, two again with another id, none."""
     async with gateway_process(env, "--workers", "2") as gateway:
-
-        async def two() -> set[str]:
-            found = set(await leader.redis.zrange(leader.keys.gateways, 0, -1))
-            return found if len(found) == 2 else set()
-
-        before = await until(two, "two gateways")
+        before = await two_gateways(leader)
         killed = min(before)
         host, _, pid = killed.rpartition("-")[0].rpartition("-")
         assert host
@@ -313,8 +410,37 @@ async def test_workers_share_the_port_and_a_dead_one_comes_back(env: Path, leade
         await until(another, "a new worker")
         assert await gateway.ready()
         gateway.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(gateway.process.wait(), 10) == 0
+        assert await asyncio.wait_for(gateway.process.wait(), PATIENCE_S) == 0
         assert await leader.redis.zrange(leader.keys.gateways, 0, -1) == [killed]
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", "2")])
+async def test_a_redis_address_that_is_none_ends_it(
+    env: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """Give an address that can't be one: one process and several end at once, with the status of a wrong
+    setting and a line that names it.
+    """
+    monkeypatch.setenv("LLAMASTEAD_REDIS_URL", "nowhere://")
+    async with gateway_process(env, *flags) as gateway:
+        assert await asyncio.wait_for(gateway.process.wait(), PATIENCE_S) == os.EX_CONFIG
+        assert "nowhere: is no Redis address" in gateway.log.read_text()
+
+
+async def test_a_worker_that_fails_leaves_a_trace(env: Path) -> None:
+    """Have a worker fail for a reason that nobody foresaw: the log has the trace, and it begins again."""
+    code = (
+        "import sys; from llamastead.gateway import main; from llamastead.shared.settings import Settings;"
+        "main._serve = lambda *_: 1 // 0; sys.exit(main.run(Settings(port=0), 2))"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    said = b""
+    async with asyncio.timeout(PATIENCE_S):
+        while b"ZeroDivisionError" not in said or b"is started again" not in said:
+            said += await process.stderr.read(65536)
+        process.terminate()
+        await process.communicate()
 
 
 def signal_process(pid: int) -> None:
@@ -348,6 +474,47 @@ async def test_a_wanted_upgrade_is_left_out_without_a_word(env: Path, leader: Sc
                 headers = {"Connection": "Upgrade", "Upgrade": wanted}
                 assert (await client.get("/healthz", headers=headers)).status_code == 200
         assert "pgrade" not in gateway.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        (("127.0.0.1", 80), False),
+        (("::1", 80, 0, 0), False),
+        ("/run/gw.sock", False),
+        (("0.0.0.0", 80), True),
+        (("::", 80, 0, 0), True),
+        (("fe80::1%eth0", 80, 0, 2), True),
+    ],
+)
+def test_which_addresses_want_a_key(name: object, others: bool) -> None:
+    """Judge names of sockets: only TCP beyond loopback is for other machines."""
+    assert reaches_others(name) is others
+
+
+async def test_a_gateway_on_several_addresses(env: Path, leader: ScriptedLeader) -> None:
+    """Name two addresses and a socket file by commas, with two processes: each of them is answered on."""
+    path = env / "gw.sock"
+    flags = ("--host", f"127.0.0.1, {path},127.0.0.2", "--workers", "2")
+    async with gateway_process(env, *flags) as made:
+        await made.ready()
+        places = ((f"http://127.0.0.{last}:{made.port}", None) for last in (1, 2))
+        for url, uds in (*places, ("http://gateway", str(path))):
+            transport = httpx.AsyncHTTPTransport(uds=uds)
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                assert (await client.get("/healthz")).status_code == 200
+        made.process.terminate()
+        assert await made.process.wait() == 0
+
+
+async def test_one_address_of_several_that_is_taken_is_named(env: Path, leader: ScriptedLeader) -> None:
+    """Take the second address: one line names it and its holder, and the first one is free again."""
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with gateway_process(env, "--host", "127.0.0.1,127.0.0.2", port=port) as made:
+            assert await made.process.wait() == 78
+            assert f"port {port} on 127.0.0.2 is taken by" in made.log.read_text()
+        listen("127.0.0.1", port).close()
 
 
 async def test_a_gateway_on_a_unix_socket(env: Path, leader: ScriptedLeader) -> None:

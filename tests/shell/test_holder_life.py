@@ -1,7 +1,10 @@
 """The holder from its start to the removal of its folder, with the stub and with the real engine."""
 
+import asyncio
+import itertools
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -22,9 +25,11 @@ from llamastead.supervisor.holders import (
     HolderLost,
     HolderState,
     HolderStop,
+    Record,
     kill_recorded,
     read_record,
 )
+from llamastead.supervisor.launch import InstanceSpec
 
 Watch = Callable[..., Watcher]
 
@@ -76,6 +81,47 @@ async def test_an_instance_from_start_to_forget(engine: Path, model: Path, run_d
     assert watcher.of(HolderLost) == []
 
 
+async def stood_still_after_the_end(watcher: Watcher, spec: InstanceSpec) -> Record:
+    """Start and stop an instance and STOP its holder, which then waits to be told to leave."""
+    await watcher.holders.start(spec)
+    await watcher.event(HolderState, ready)
+    record = read_record(spec.folder)
+    assert record is not None
+    watcher.holders.stop(spec.instance, deadline_s=5)
+    await watcher.event(HolderExit)
+    os.kill(record.holder_pid, signal.SIGSTOP)
+    return record
+
+
+async def test_a_holder_killed_between_the_end_and_forget(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """STOP a holder once its engine has ended, tell it to leave, KILL it: its folder goes all the same."""
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model)
+    record = await stood_still_after_the_end(watcher, spec)
+    watcher.holders.forget(spec.instance)
+    os.kill(record.holder_pid, signal.SIGKILL)
+    await until(lambda: not spec.folder.exists(), "the folder to go")
+    assert watcher.of(HolderLost) == []
+
+
+async def test_a_supervisor_that_leaves_hangs_up_on_a_holder_that_is_about_to(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """STOP a holder once its engine has ended, tell it to leave and close all: no connection stays open."""
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model)
+    record = await stood_still_after_the_end(watcher, spec)
+    [link] = watcher.holders._links.values()
+    watcher.holders.forget(spec.instance)
+    assert link.connected
+    watcher.holders.close()
+    await until(lambda: not link.connected, "the connection to close")
+    os.kill(record.holder_pid, signal.SIGCONT)
+    await until(lambda: not spec.folder.exists(), "the folder to go")
+
+
 async def test_a_spare_becomes_the_instance(stub: Path, model: Path, run_dir: Path, watch: Watch):
     """Start a spare, see that it is the one that holds the instance, and that another start has its own."""
     watcher = watch()
@@ -90,12 +136,32 @@ async def test_a_spare_becomes_the_instance(stub: Path, model: Path, run_dir: Pa
     await watcher.event(HolderState, ready)
 
 
+async def test_a_holder_keeps_nothing_open_that_its_supervisor_was_given(run_dir: Path, watch: Watch):
+    """Start a spare beside a file that all children inherit, as a wrapper's lock is: it lets go of that."""
+    reader, writer = os.pipe()
+    os.set_inheritable(writer, True)
+    watcher = watch()
+    await watcher.holders.start_spare()
+    os.close(writer)
+    os.set_blocking(reader, False)
+
+    def at_end() -> bool:
+        try:
+            return os.read(reader, 1) == b""
+        except BlockingIOError:
+            return False
+
+    await until(at_end, "the holder to close it")
+    assert len(list((run_dir / "i").iterdir())) == 1
+    os.close(reader)
+
+
 async def test_a_spare_without_its_supervisor_leaves(run_dir: Path, watch: Watch):
     """Start a spare and hang up: within seconds its process and its folder are gone."""
     watcher = watch()
     await watcher.holders.start_spare()
     watcher.holders.close()
-    await until(lambda: list((run_dir / "i").iterdir()) == [], "the spare to leave", 12)
+    await until(lambda: list((run_dir / "i").iterdir()) == [], "the spare to leave")
 
 
 async def test_a_stale_engine_socket_is_removed(real_engine: Path, model: Path, run_dir: Path, watch: Watch):
@@ -168,10 +234,19 @@ async def test_an_engine_that_refuses_its_arguments(
 
 async def test_logs_are_bounded_and_pipes_drained(stub: Path, model: Path, run_dir: Path, watch: Watch):
     """Let the engine write ten times the bound before it loads: two files stay below the bound."""
-    knobs(model, stderr_lines=10_000, crash="ready", crash_text="the very last line")
+    gate = Path(f"{model}.go")
+    noise = {"stderr_lines": 10_000, "crash_text": "the very last line"}
+    knobs(model, crash="ready", load_gate=str(gate), **noise)
     watcher = watch()
     spec = spec_for(run_dir, stub, model, log_bytes=100_000)
     await watcher.holders.start(spec)
+    await until(
+        lambda: Path(spec.log_path).exists() and "noise 9999 " in Path(spec.log_path).read_text(), "noise"
+    )
+    # Lines are left out for a reader that is behind: we are not, once this is answered.
+    watcher.holders.look_again()
+    await until(lambda: not watcher.holders.silent(0), "our turn")
+    gate.touch()
     end = await watcher.event(HolderExit)
     assert len(end.tail) == 50
     assert end.tail[-1] == "the very last line"
@@ -183,6 +258,63 @@ async def test_logs_are_bounded_and_pipes_drained(stub: Path, model: Path, run_d
     assert "ended, exit code 1" in log.read_text().splitlines()[-1]
     lines = [line for event in watcher.of(HolderLines) for line in event.lines]
     assert lines[-1] == "the very last line"
+
+
+async def test_a_settled_instance_is_passed_on_by_what_matters(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Ask until the information among its lines stays behind; warnings come on, and the log file has all."""
+    said = (
+        "0.01.000.000 I srv  params:",
+        "\ttop_k = 40",
+        "0.01.000.001 W srv  slow:",
+        "\twhy",
+        "GGML_ASSERT(x) failed",
+        "0.01.000.002 E srv  bad",
+    )
+    knobs(model, chatter="\n".join(said))
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model)
+    await watcher.holders.start(spec)
+    await watcher.event(HolderState, ready)
+    told, asked = list[str](), itertools.count(1)
+    async with client(spec) as engine, asyncio.timeout(PATIENCE_S):
+        while told.count(said[0]) == told.count(said[-1]):
+            assert (await engine.post("/completion", json={"prompt": "x"})).status_code == 200
+            told = await lines_until(watcher, said[-1], next(asked))
+    assert tuple(told[-4:]) == said[2:]
+    assert [Path(spec.log_path).read_text().splitlines().count(line) for line in said] == [
+        next(asked) - 1
+    ] * 6
+
+
+async def test_an_engine_that_warns_all_the_time_floods_nobody(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Ask until warnings stay behind: one line says so, and the log file has all of them."""
+    knobs(model, chatter="\n".join(["0.01.000.001 W srv  slow"] * 100))
+    watcher = watch()
+    spec = spec_for(run_dir, stub, model, log_bytes=1 << 30)  # so that the file is not begun anew meanwhile
+    await watcher.holders.start(spec)
+    await watcher.event(HolderState, ready)
+    asked = 0
+    async with client(spec) as engine, asyncio.timeout(PATIENCE_S):
+        while not any("log file only" in line for event in watcher.of(HolderLines) for line in event.lines):
+            assert (await engine.post("/completion", json={"prompt": "x"})).status_code == 200
+            asked += 1
+    warned = [line for event in watcher.of(HolderLines) for line in event.lines if " W " in line]
+    assert len(warned) < asked * 100
+    await until(lambda: Path(spec.log_path).read_text().count(" W ") == asked * 100, "all lines in the file")
+
+
+async def lines_until(watcher: Watcher, line: str, times: int) -> list[str]:
+    """Return the lines that a holder told, once this one came so many times."""
+
+    def told() -> list[str]:
+        return [line for event in watcher.of(HolderLines) for line in event.lines]
+
+    await until(lambda: told().count(line) == times, f"line {times}")
+    return told()
 
 
 @pytest.mark.parametrize("end", ["stop", "crash", "kill"])
@@ -240,9 +372,9 @@ def test_the_holder_imports_nothing_slow():
 
 
 async def test_a_holder_starts_in_milliseconds(run_dir: Path, watch: Watch):
-    """Start three holders in turn and time the quickest until it says hello, with ample slack."""
-    times, known = [], set()
-    for _ in range(3):
+    """Start holders until one says hello in so little time, with ample slack: one of them is not held up."""
+    times, known = [1.0], set()
+    while min(times) >= 0.15 and len(times) <= 30:
         began = time.monotonic()
         await watch().holders.start_spare()
         [folder] = set((run_dir / "i").iterdir()) - known

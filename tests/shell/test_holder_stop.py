@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -57,12 +58,14 @@ async def test_a_running_answer_ends_before_its_instance(
 ):
     """Stop during a stream: newcomers find no socket, the stream ends with [DONE], then the engine."""
     knobs(model, token_gate=f"{model}.go")
+    # The real engine takes a while for these, so that the stream is not over before we look.
+    long = {"max_tokens": 1500, "n_probs": 100}
     watcher = watch()
     spec = spec_for(run_dir, engine, model, options=("-c", "4096"))
     await started(watcher, spec)
     async with (
         client(spec) as http,
-        http.stream("POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 1500}) as answer,
+        http.stream("POST", "/v1/chat/completions", json=CHAT | long) as answer,
     ):
         events = texts(answer)
         await anext(events)
@@ -99,8 +102,10 @@ async def test_the_exit_line_never_comes_right_after_ready(
 async def test_c03_a_loading_instance_ends_by_term(engine: Path, model: Path, run_dir: Path, watch: Watch):
     """Stop while it loads: it can read no exit line yet, TERM ends it at once, and no KILL is needed."""
     knobs(model, load_seconds=20)
+    never = run_dir / "never.gguf"
+    os.mkfifo(never)  # the real engine waits for a projector that nobody writes
     watcher = watch()
-    spec = spec_for(run_dir, engine, model)
+    spec = spec_for(run_dir, engine, model, options=("--mmproj", str(never)))
     await watcher.holders.start(spec)
     await watcher.event(HolderState, lambda event: event.state == "loading")
     watcher.holders.stop(spec.instance, deadline_s=5)
@@ -167,7 +172,7 @@ async def test_waiting_for_zero_can_be_bounded(
     await started(watcher, spec)
     async with client(spec) as http, asyncio.TaskGroup() as group:
         request = group.create_task(cut(http))
-        await until(lambda: any(entry["event"] == "request" for entry in journal(model)), "the request")
+        await until(lambda: list(model.parent.glob("*.serving.*")), "the request to run")
         watcher.holders.stop(spec.instance, 0.2 if hurry == "deadline" else None, force=hurry == "force")
         if hurry in ("shorter deadline", "force later"):
             await watcher.event(HolderStop, step("waiting"))

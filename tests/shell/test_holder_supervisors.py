@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -11,10 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from holder_kit import Watcher, alive, client, journal, spec_for, until
+from fault_orders import FaultOrders
+from few_files import no_more_files
+from holder_kit import PATIENCE_S, Watcher, alive, client, journal, spec_for, until
 
-from llamastead.supervisor.epoch import write_epoch
+from llamastead.supervisor import holders
+from llamastead.supervisor.epoch import read_epoch, write_epoch
 from llamastead.supervisor.holders import (
+    ANSWER_S,
     HolderError,
     HolderExit,
     HolderLines,
@@ -37,6 +42,20 @@ def knobs(model: Path, **given: object) -> None:
 def ready(event: HolderState) -> bool:
     """Whether a state line says ready."""
     return event.state == "ready"
+
+
+async def test_a_holder_is_not_called_gone_while_no_file_can_be_opened(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Adopt where no file may be opened: it fails, since "gone" would end a living engine; later it works."""
+    first, second = watch(), watch(epoch=None, leader=False)
+    started = await first.holders.start(spec_for(run_dir, stub, model))
+    [folder] = instance_folders(run_dir)
+    with no_more_files(os.getpid()), pytest.raises(OSError, match="Too many open files"):
+        await second.holders.adopt(folder)
+    view = await second.holders.adopt(folder)
+    assert view is not None
+    assert view.pid == started.pid
 
 
 async def test_another_supervisor_sees_what_the_first_one_sees(
@@ -77,6 +96,50 @@ async def test_an_end_is_kept_for_whoever_comes_later(stub: Path, model: Path, r
     assert second.events == []
 
 
+async def test_r13_a_holder_of_another_instance_is_not_adopted(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """Give a living instance's folder the name of another one, or know another nonce: not adopted."""
+    first, second = watch(epoch=1), watch(epoch=2)
+    spec = spec_for(run_dir, stub, model)
+    await first.holders.start(spec)
+    other = spec.folder.rename(spec.folder.with_name("host-1-2"))
+    assert await second.holders.adopt(other) is None
+    back = other.rename(spec.folder)
+    assert await second.holders.adopt(back, nonce="0" * 32) is None
+    assert await second.holders.adopt(back, nonce=spec.nonce) is not None
+
+
+async def test_a_holder_that_is_known_to_hang_is_not_waited_for_anew(
+    stub: Path, model: Path, run_dir: Path, watch: Watch
+):
+    """STOP a holder. A standby that hears nothing of it, and one who gave up the lead amid that wait, know
+    so when they lead: it has the least time then. Once it goes on it is adopted.
+    """
+    first, second = watch(epoch=1), watch(epoch=2)
+    spec = spec_for(run_dir, stub, model)
+    view = await first.holders.start(spec)
+    record = read_record(spec.folder)
+    assert record is not None
+    os.kill(record.holder_pid, signal.SIGSTOP)
+    try:
+        await second.holders.watch(spec.folder)
+        second.holders.close()
+        waiting = asyncio.create_task(second.holders.adopt(spec.folder))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        second.holders._owe_since[spec.instance] -= ANSWER_S  # as if that had been a while ago
+        async with asyncio.timeout(ANSWER_S - 1):
+            assert await second.holders.adopt(spec.folder) is None
+    finally:
+        os.kill(record.holder_pid, signal.SIGCONT)
+    adopted = await second.holders.adopt(spec.folder)
+    assert adopted is not None
+    assert adopted.pid == view.pid
+    assert second.holders._owe_since == {}
+
+
 async def test_a_folder_without_a_holder_is_not_adopted(run_dir: Path, watch: Watch):
     """Adopt a folder that is empty, and one whose socket nobody serves any more."""
     watcher = watch()
@@ -106,6 +169,19 @@ async def test_the_orders_of_an_old_leader_are_refused(stub: Path, model: Path, 
     new.holders.stop(spec.instance, deadline_s=5)
     end = await old.event(HolderExit)
     assert end.code == 0
+    record = read_record(spec.folder)
+    assert record is not None
+    connections = sockets_of(record.holder_pid)
+    old.holders.forget(spec.instance)
+    await until(lambda: sockets_of(record.holder_pid) == connections - 1, "the old leader to hang up")
+    assert spec.folder.exists()
+    new.holders.forget(spec.instance)
+    await until(lambda: not spec.folder.exists(), "the folder to go")
+
+
+def sockets_of(pid: int) -> int:
+    """Return how many sockets a process has open."""
+    return sum(str(handle.readlink()).startswith("socket:") for handle in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.mark.parametrize("spare", [True, False])
@@ -121,6 +197,28 @@ async def test_no_engine_starts_without_its_leaders_number_on_disk(
         await watcher.holders.start(spec_for(run_dir, stub, model))
     await until(lambda: list((run_dir / "i").iterdir()) == [], "the holder to leave")
     assert journal(model) == []
+
+
+async def test_nobody_becomes_the_leader_between_the_look_at_the_number_and_the_start(
+    stub: Path, model: Path, run_dir: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+):
+    """Pause a holder in the middle of a start: a new number can't be written until the engine runs."""
+    orders = FaultOrders(run_dir.parent / "orders")
+    for name, value in orders.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(holders, "PASSED_ON", (*holders.PASSED_ON, *orders.env))
+    orders.order("holder.forked", "pause")
+    starting = asyncio.create_task(watch().holders.start(spec_for(run_dir, stub, model)))
+    holder = await orders.hit("holder.forked")
+    writing = asyncio.create_task(asyncio.to_thread(write_epoch, run_dir / "epoch", 2))
+    try:
+        with (run_dir / "epoch").open() as number, pytest.raises(BlockingIOError):
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert read_epoch(run_dir / "epoch") == 1
+    finally:
+        os.kill(holder, signal.SIGCONT)
+    assert (await starting).pid
+    assert await writing
 
 
 async def test_c52_orphans_end_within_the_grace(engine: Path, model: Path, run_dir: Path, watch: Watch):
@@ -144,13 +242,14 @@ async def test_c52_orphans_end_within_the_grace(engine: Path, model: Path, run_d
 
 async def test_a_supervisor_in_time_keeps_the_orphan(stub: Path, model: Path, run_dir: Path, watch: Watch):
     """Hang up and adopt again within the grace, several times for more than the grace in all: it lives."""
-    spec = spec_for(run_dir, stub, model, orphan_grace_s=1.0)
+    grace = 3.0  # far more than a busy machine takes to connect again
+    spec = spec_for(run_dir, stub, model, orphan_grace_s=grace)
     watcher = watch()
     view = await watcher.holders.start(spec)
     await watcher.event(HolderState, ready)
-    for _ in range(4):
+    for _ in range(8):
         watcher.holders.close()
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(grace / 7)
         watcher = watch()
         adopted = await watcher.holders.adopt(spec.folder)
         assert adopted is not None
@@ -216,7 +315,10 @@ async def test_a_machine_that_shuts_down_ends_instances_in_order(
 async def test_a_slow_reader_misses_lines_and_nothing_else(
     stub: Path, model: Path, run_dir: Path, watch: Watch
 ):
-    """Let a connection read nothing while megabytes of lines pass; then it learns the state and the end."""
+    """Let a connection read nothing while megabytes of lines pass; then it learns the state and the end.
+
+    One that reads on is told more: all, unless this machine leaves it no time.
+    """
     knobs(model, stderr_lines=60_000)
     watcher = watch()
     await watcher.holders.start_spare()
@@ -230,17 +332,18 @@ async def test_a_slow_reader_misses_lines_and_nothing_else(
         watcher.holders.stop(spec.instance, deadline_s=5)
         await watcher.event(HolderExit)
         # The holder must be gone before we read: from then on the stream has an end.
-        slow.settimeout(5)
+        slow.settimeout(PATIENCE_S)
         received = b""
         while b'"type": "exit"' not in received and b'"phase": "exited"' not in received:
             got = await asyncio.to_thread(slow.recv, 1 << 16)
             assert got
             received += got
     messages = [json.loads(line) for line in received.splitlines() if line.endswith(b"}")]
-    assert sum(len(message["lines"]) for message in messages if message["type"] == "lines") < 60_000
+    missed = 60_000 - sum(len(message["lines"]) for message in messages if message["type"] == "lines")
+    assert missed > 0
     states = [message["state"] for message in messages if message["type"] in ("state", "hello")]
     assert states[-1] == "ready"
-    assert sum(len(event.lines) for event in watcher.of(HolderLines)) >= 60_000
+    assert sum(len(event.lines) for event in watcher.of(HolderLines)) > 60_000 - missed
 
 
 @contextlib.asynccontextmanager
@@ -249,7 +352,7 @@ async def foreign_supervisor(run_dir: Path, spec_file: Path) -> AsyncIterator[as
     program = """
 import asyncio, json, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = [sys.argv[3], str(Path(sys.argv[3]).parent)]
 from holder_kit import Watcher
 from llamastead.supervisor.holders import HolderState
 from llamastead.supervisor.launch import InstanceSpec
@@ -284,7 +387,9 @@ async def test_r17_a_killed_supervisor_takes_nothing_along(
     spec = spec_for(run_dir, engine, model, options=("-c", "4096"))
     spec_file = run_dir / "spec.json"
     spec_file.write_text(json.dumps(spec.message()))
-    chat = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 1000}
+    chat = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    # The real engine takes a while for these, so that the stream is not over before we look.
+    chat |= {"max_tokens": 1500, "n_probs": 100}
     async with foreign_supervisor(run_dir, spec_file) as supervisor, client(spec) as http:
         assert supervisor.stdout is not None
         assert await supervisor.stdout.readline() == b"ready\n"
@@ -305,6 +410,6 @@ async def test_r17_a_killed_supervisor_takes_nothing_along(
         assert view is not None
         assert (view.pid, view.phase, view.nonce) == (record.engine_pid, "ready", spec.nonce)
         if not journal(model):
-            assert Path(spec.log_path).stat().st_size > logged
+            await until(lambda: Path(spec.log_path).stat().st_size > logged, "what it said meanwhile")
         watcher.holders.stop(spec.instance, deadline_s=5)
         assert (await watcher.event(HolderExit)).code == 0

@@ -1,8 +1,16 @@
 """A listening socket that is about to close, seen from its clients."""
 
+import asyncio
 import socket
+from types import SimpleNamespace
+from typing import Any, cast
 
+import uvicorn
+
+from llamastead.gateway.edge import EdgeProtocol
 from llamastead.gateway.last_call import accept_waiting
+from llamastead.gateway.runtime import Gateway
+from llamastead.gateway.server import Server
 
 
 def test_everybody_in_the_queue_is_accepted_and_nobody_is_waited_for() -> None:
@@ -22,3 +30,27 @@ def test_an_empty_queue_gives_nobody() -> None:
     """Without any client the call returns at once."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert accept_waiting(listener) == []
+
+
+async def test_who_waits_in_the_queue_when_a_gateway_leaves_is_answered() -> None:
+    """Send a request that nobody accepted yet, then have the server leave: it is answered all the same."""
+    ended: list[str] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=EdgeProtocol, ws="none", lifespan="off", log_config=None)
+    config.load()
+    streams = SimpleNamespace(close=lambda: ended.append("streams"))
+    server = Server(config, cast("Gateway", SimpleNamespace(events=streams)))
+    server.lifespan, server.servers = config.lifespan_class(config), []
+    listener = socket.create_server(("127.0.0.1", 0))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await writer.drain()
+    await server.shutdown([listener])
+    assert (await reader.readline()).split()[1] == b"204"
+    assert ended == ["streams"]
+    writer.close()
+    await writer.wait_closed()

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import pytest
 from byte_path_kit import OK, Instance, Visit, answering, chunk, instance
+from waiting import PATIENCE_S
 
 from llamastead.gateway.body import Body, read_body
-from llamastead.gateway.upstream import AddressRefused, Pool, Pools, Response, UpstreamDied, connection, pool
+from llamastead.gateway.upstream import (
+    AddressRefused,
+    Pool,
+    Pools,
+    Response,
+    Unreachable,
+    UpstreamDied,
+    connection,
+    pool,
+)
 
+CONNECT_S = 0.3  # enough to connect, also on a busy machine
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 EMPTY = Body()
 
@@ -33,7 +44,7 @@ async def whole(response: Response) -> bytes:
 
 async def ask(made: Pool, *, bodiless: bool = False) -> tuple[int, bytes]:
     """One exchange, whole."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         response = await made.exchange(HEAD, EMPTY, bodiless=bodiless)
         return response.status, await whole(response)
 
@@ -156,6 +167,47 @@ async def test_nothing_is_sent_twice_after_a_byte_came_back(path: Path) -> None:
             await ask(connections)
         assert died.value.answered
         assert len(made.received) == 2
+
+
+async def test_what_is_cut_is_not_sent_again(path: Path) -> None:
+    """Cut a request on a kept connection, as an unload by force does: an error of that text, one try."""
+    arrived = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(OK)
+        await visit.request()
+        arrived.set()
+        await visit.gone()
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        await ask(connections)
+        asked = asyncio.create_task(ask(connections))
+        await arrived.wait()
+        connections.cut("stopped by force")
+        with pytest.raises(UpstreamDied, match="stopped by force"):
+            await asked
+        assert (made.visits, len(made.received)) == (1, 2)
+
+
+async def test_what_an_instance_worked_on_when_it_went_is_not_begun_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept connection that ends late in a request, as when the engine dies of it: an error, one try."""
+    monkeypatch.setattr(pool, "STALE_S", -1.0)
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(OK)
+        await visit.request()
+
+    async with instance(path, script) as made:
+        connections = Pool(made.address)
+        await ask(connections)
+        with pytest.raises(UpstreamDied):
+            await ask(connections)
+        assert (made.visits, len(made.received)) == (1, 2)
 
 
 async def test_a_fresh_connection_that_dies_is_an_error(path: Path) -> None:
@@ -283,7 +335,7 @@ async def test_a_slow_reader_holds_back_the_instance(path: Path, monkeypatch: py
         response = await Pool(made.address).exchange(HEAD, EMPTY)
         held = response._connection
         assert held is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await paused.wait()
         assert held._held <= 2 * connection.READ_HIGH_BYTES
         total = 0
@@ -327,7 +379,7 @@ async def test_a_refusal_before_the_bodys_end_is_an_answer(path: Path) -> None:
 
     async with instance(path, script) as made:
         connections = Pool(made.address)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             response = await connections.exchange(
                 b"POST /x HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % body.size, body
             )
@@ -340,25 +392,24 @@ async def test_c138_a_late_accept_and_a_later_answer_are_waited_for(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An instance that accepts and answers long after the limits of connecting and of idleness: served."""
-    monkeypatch.setattr(pool, "CONNECT_S", 0.01)
     monkeypatch.setattr(pool, "IDLE_S", 0.01)
     late = asyncio.Event()
 
     async def script(visit: Visit) -> None:
         await visit.request()
-        asyncio.get_running_loop().call_later(0.2, late.set)
+        asyncio.get_running_loop().call_later(2 * CONNECT_S, late.set)
         await late.wait()
         await visit.send(OK)
 
     async def accept_later() -> asyncio.Server:
-        await asyncio.sleep(0.2)  # no event tells: the point is that nobody accepts for so long
+        await asyncio.sleep(2 * CONNECT_S)  # no event tells: the point is that nobody accepts for so long
         return await asyncio.start_unix_server(made.accept, sock=listening)
 
     made = Instance(path, script)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
         listening.listen()
-        connections = Pool(made.address)
+        connections = Pool(made.address, CONNECT_S)
         answer, server = await asyncio.gather(ask(connections), accept_later())
         assert answer == (200, b"ok")
         connections.close()
@@ -385,6 +436,34 @@ async def test_c25_an_instance_that_hangs_holds_up_nobody_else(short_tmp: Path) 
             task.cancel()
         await asyncio.wait(hanging)
         assert pools.counts()["a"] == (0, 0)
+        await a.all_closed()
+        await pools.close()
+
+
+async def test_c160_one_instance_gets_no_more_than_its_share(short_tmp: Path) -> None:
+    """500 requests to an instance that never answers, of which 20 may wait: the others end at once."""
+
+    async def mute(visit: Visit) -> None:
+        await visit.gone()
+
+    async with (
+        instance(short_tmp / "a.sock", mute) as a,
+        instance(short_tmp / "b.sock", answering()) as b,
+    ):
+        pools = Pools(most=20)
+        asked = [asyncio.create_task(ask(pools.get("a", a.address))) for _ in range(500)]
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(task.done() for task in asked) < 480:
+                await asyncio.wait([task for task in asked if not task.done()], return_when="FIRST_COMPLETED")
+        problems = [task.exception() for task in asked if task.done()]
+        assert all(isinstance(problem, Unreachable) for problem in problems)
+        assert "most for one instance" in str(problems[0])
+        assert await ask(pools.get("b", b.address)) == (200, b"ok")
+        waiting = [task for task in asked if not task.done()]
+        assert len(waiting) == 20
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
         await a.all_closed()
         await pools.close()
 
@@ -449,7 +528,7 @@ async def test_r15_counts_match_what_is_open_after_any_mix_of_ends(path: Path, s
         for _ in range(10):
             await asyncio.gather(*(one(connections) for _ in range(20)))
             assert connections.busy == 0
-            async with asyncio.timeout(5), made.closed:
+            async with asyncio.timeout(PATIENCE_S), made.closed:
                 await made.closed.wait_for(lambda: made.open == connections.idle)
         connections.close()
         await made.all_closed()
@@ -459,3 +538,26 @@ def test_an_address_of_another_kind_is_refused() -> None:
     """An address that isn't unix:<path>: said at once."""
     with pytest.raises(ValueError, match="unix:<path>"):
         Pools().get("i", "ftp:there")
+
+
+async def test_an_answer_read_ahead_outlives_its_instance(path: Path) -> None:
+    """Read a long answer slowly: the instance ends before a second piece is read, and it comes whole."""
+    pieces = [bytes([65 + k % 26]) * 65536 for k in range(40)]
+    said = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for piece in pieces:
+            await visit.send(chunk(piece))
+        await visit.send(chunk(b""))
+        said.set()
+
+    async with instance(path, script) as server, asyncio.timeout(PATIENCE_S):
+        response = await Pool(server.address).exchange(HEAD, EMPTY)
+        first = await response.read()
+        response.read_ahead(8 << 20)
+        await response.whole()
+        await said.wait()
+        await server.all_closed()
+        assert first + await whole(response) == b"".join(pieces)

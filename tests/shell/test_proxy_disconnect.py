@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from byte_path_kit import OK, SSE_HEAD, Call, Setting, Visit, chunk, instance, proxy_for
+from waiting import PATIENCE_S
 
 from llamastead.gateway import watch
 
@@ -67,7 +68,7 @@ async def test_r14_a_client_that_leaves_while_the_stream_is_silent_is_noticed(pa
     async with instance(path, script) as made:
         setting = proxy_for(made.address)
         call = Call(setting.proxy, spec=spec).start()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not call.body:
                 call.something_sent.clear()
                 await call.something_sent.wait()

@@ -1,8 +1,11 @@
 """One proxied request through the byte path, driven by hand: models, headers, bodies, failures."""
 
+import asyncio
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from byte_path_kit import (
@@ -17,9 +20,12 @@ from byte_path_kit import (
     instance,
     proxy_for,
 )
+from waiting import until
 
-from llamastead.gateway.body import MEMORY_BYTES
-from llamastead.gateway.proxy import AnswerCut
+from llamastead.gateway import proxy
+from llamastead.gateway.body import MEMORY_BYTES, Body, read_body
+from llamastead.gateway.seams import AnswerCut
+from llamastead.gateway.tally import Tally
 from llamastead.shared.errors import ApiError
 from llamastead.shared.words import UseKind
 
@@ -43,7 +49,7 @@ async def test_c154_request_and_answer_pass_unchanged_but_for_what_is_ours(path:
         setting = proxy_for(made.address)
         call = await Call(
             setting.proxy,
-            target="/v1/chat/completions?a=b&model=cold",
+            target="/v1/chat/completions?a=b&model=m",
             body=body,
             headers=[
                 (b"host", b"gateway"),
@@ -64,7 +70,7 @@ async def test_c154_request_and_answer_pass_unchanged_but_for_what_is_ours(path:
             ],
         ).done()
         received = made.received[0]
-        assert received.line == b"POST /v1/chat/completions?a=b&model=cold HTTP/1.1"
+        assert received.line == b"POST /v1/chat/completions?a=b&model=m HTTP/1.1"
         assert received.body == body
         assert sorted(received.headers) == sorted(
             [
@@ -113,7 +119,7 @@ async def test_c24_a_read_is_no_use_and_needs_no_body(path: Path) -> None:
     ("target", "body", "asked"),
     [
         ("/completion", b'{"model":"m"}', "m"),
-        ("/completion?model=cold", b'{"model":"m"}', "m"),
+        ("/completion?model=n", b'{"model":"m"}', "m"),
         ("/completion?model=m", b'{"prompt":""}', "m"),
         ("/completion?model=m", b'{"model":null}', "m"),
         ("/lora-adapters?model=m", b"[]", "m"),
@@ -125,7 +131,7 @@ async def test_c24_a_read_is_no_use_and_needs_no_body(path: Path) -> None:
 async def test_the_model_is_taken_from_the_body_then_from_the_query(
     path: Path, target: str, body: bytes, asked: str
 ) -> None:
-    """Names in body and query: the body's wins; one that only Redis knows is found on the second look."""
+    """Names in body and query, also a name and its alias; one only Redis knows is found on a second look."""
     async with instance(path, answering()) as made:
         setting = proxy_for(made.address)
         setting.catalog.later["late"] = FakeModel("late")
@@ -147,13 +153,27 @@ async def test_the_model_is_taken_from_the_body_then_from_the_query(
         ("POST", "/completion", b"model=m", 400, "not valid JSON: line 1, column 1"),
         ("POST", "/completion", b'{"model":"\\ud800"}', 400, "model '\\ud800' not found"),
         ("GET", "/slots?model=cold", b"", 400, "model is not loaded"),
+        (
+            "POST",
+            "/completion?model=cold",
+            b'{"model":"m"}',
+            400,
+            "the body names model 'm', the query another",
+        ),
+        (
+            "POST",
+            "/completion?model=zebra",
+            b'{"model":"m"}',
+            400,
+            "the body names model 'm', the query another",
+        ),
         ("POST", "/completion?autoload=false", b'{"model":"cold"}', 400, "model is not loaded"),
     ],
 )
 async def test_r9_what_cant_be_placed_is_refused_before_anything_is_counted(
     method: str, target: str, body: bytes, status: int, message: str
 ) -> None:
-    """Requests without a usable model: the refusal says what and where, and nothing was claimed."""
+    """Requests without a usable model, also two names (C148): what and where is said, and nothing claimed."""
     setting = proxy_for("unix:/nowhere")
     with pytest.raises(ApiError) as refused:
         await Call(setting.proxy, method, target, body).done()
@@ -204,7 +224,9 @@ async def test_who_may_load(path: Path, method: str, target: str, autoload: bool
         ("POST", "/completion?model=m", [], True, True),
         ("POST", "/completion?model=m", [(b"x-llamastead-autoload", b"false")], True, False),
         ("POST", "/completion?model=m&autoload=false", [], True, False),
-        ("POST", "/completion?model=m&autoload=true", [(b"x-llamastead-autoload", b"false")], True, True),
+        ("POST", "/completion?model=m&autoload=true", [(b"x-llamastead-autoload", b"false")], True, False),
+        ("POST", "/completion?model=m&autoload=true", [(b"x-api-key", b"probe")], True, False),
+        ("POST", "/completion?model=m", [(b"x-api-key", b"another")], True, True),
         ("POST", "/completion?model=m", [], False, False),
         ("GET", "/slots?model=m", [], True, False),
     ],
@@ -212,7 +234,9 @@ async def test_who_may_load(path: Path, method: str, target: str, autoload: bool
 async def test_c84_who_may_not_load_gets_no_model_that_is_on_its_way_out(
     path: Path, method: str, target: str, headers: list[tuple[bytes, bytes]], autoload: bool, served: bool
 ) -> None:
-    """A model that drains: who may load it waits for it, all others are told that it is not loaded."""
+    """A model that drains: who may load it waits for it, all others are told that it is not loaded: with 503
+    where the header or the key forbid it, whatever the address says.
+    """
     async with instance(path, answering()) as made:
         setting = proxy_for(made.address, autoload=autoload)
         setting.catalog.models["m"].leaving = True
@@ -220,15 +244,17 @@ async def test_c84_who_may_not_load_gets_no_model_that_is_on_its_way_out(
         if served:
             assert (await call.done()).status == 200
         else:
-            with pytest.raises(ApiError, match="model is not loaded"):
+            with pytest.raises(ApiError, match="model is not loaded") as refused:
                 await call.done()
+            assert refused.value.status == (503 if headers else 400)
+            assert setting.admission.asked == []
         await setting.pools.close()
 
 
 @pytest.mark.parametrize(
     ("method", "target", "served"),
     [
-        ("GET", "/metrics?model=m", True),
+        ("GET", "/metrics?model=m", False),  # the application answers it from what it kept
         ("GET", "/props?model=m", True),
         ("GET", "/slots?model=m", False),
         ("GET", "/slots?model=m&autoload=true", True),
@@ -246,6 +272,31 @@ async def test_c79_reads_do_not_wake_a_sleeper(path: Path, method: str, target: 
         else:
             with pytest.raises(ApiError, match="model is not loaded"):
                 await call.done()
+        await setting.pools.close()
+
+
+async def test_c84_a_probe_wakes_no_sleeper(path: Path) -> None:
+    """Send inference to a model asleep with a key that may load nothing: 503, and nobody is asked for it."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        setting.catalog.models["m"].asleep = True
+        call = Call(setting.proxy, "POST", "/completion?model=m", b"", headers=[(b"x-api-key", b"probe")])
+        with pytest.raises(ApiError, match="model is not loaded") as refused:
+            await call.done()
+        assert refused.value.status == 503
+        assert setting.admission.asked == []
+        await setting.pools.close()
+
+
+async def test_c84_admission_is_told_what_may_not_be_loaded(path: Path) -> None:
+    """Send a probe to a model that the copy calls loaded: admission hears what to answer if it is gone."""
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address)
+        for headers, told in (([], None), ([(b"x-api-key", b"probe")], (503, False))):
+            call = Call(setting.proxy, "POST", "/completion?model=m", b"", headers=headers)
+            assert (await call.done()).status == 200
+            no_load = setting.admission.no_loads[-1]
+            assert (no_load and (no_load.error.status, no_load.may_wake)) == told
         await setting.pools.close()
 
 
@@ -328,6 +379,39 @@ async def test_c123_c126_events_get_their_headers_once_and_come_as_they_are(path
         assert call.header(b"x-accel-buffering") == [b"no"]
         assert call.header(b"transfer-encoding") == []
         assert call.complete
+
+
+@pytest.mark.parametrize("pings", [{"ping_interval": 0.0}, {"ping_delay": 0.05}])
+async def test_a_stream_does_not_keep_its_requests_body(
+    path: Path, monkeypatch: pytest.MonkeyPatch, pings: dict[str, float]
+) -> None:
+    """Begin a stream with a long prompt: while it runs nothing of the prompt is held, from the ping delay on
+    if there are pings: until then they may ask whether it is one for a stream.
+    """
+    bodies: list[Body] = []
+    finish = asyncio.Event()
+
+    async def noting(*args: Any, **more: Any) -> Body:
+        bodies.append(await read_body(*args, **more))
+        return bodies[-1]
+
+    monkeypatch.setattr(proxy, "read_body", noting)
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(SSE_HEAD + chunk(b"data: 1\n\n"))
+        await finish.wait()
+        await visit.send(chunk(b""))
+
+    async with instance(path, script) as made:
+        setting = proxy_for(made.address, settings=pings)
+        prompt = b'{"model":"m","prompt":"' + b"x" * 500_000 + b'"}'
+        call = Call(setting.proxy, body=prompt).start()
+        await call.something_sent.wait()
+        assert made.received[0].body == prompt
+        await until(lambda: [body.data for body in bodies] == [b""], "the prompt to be let go")
+        finish.set()
+        assert (await call.done()).complete
 
 
 def breaking(*pieces: bytes) -> Script:
@@ -425,3 +509,36 @@ async def test_c153_no_framing_header_where_no_body_is(path: Path, status: bytes
         assert (call.status, call.body, call.complete) == (int(status[:3]), b"", True)
         assert call.header(b"content-length") == []
         await setting.pools.close()
+
+
+async def test_what_becomes_of_requests_is_counted_by_model_and_status(path: Path) -> None:
+    """Two answers, a wait, a refused request, one that may not load, one that is no use, one that breaks off:
+    each is counted once, and what was not told yet comes with the next batch.
+    """
+    tally = Tally()
+    async with instance(path, answering()) as made:
+        setting = proxy_for(made.address, tally=tally)
+        await Call(setting.proxy).done()
+        await Call(setting.proxy, "POST", "/props").done()
+        first = tally.batch()
+        assert first == (1, {"m": {"answers:200": 1}})
+        waited = setting.admission._grant
+        setting.admission._grant = lambda: replace(waited(), path="cold", wait_ms=1200)  # type: ignore[method-assign]
+        await Call(setting.proxy).done()
+        setting.admission.refusal = ApiError(429, "queue is full")
+        with pytest.raises(ApiError):
+            await Call(setting.proxy).done()
+        with pytest.raises(ApiError):
+            await Call(setting.proxy, target="/tokenize?autoload=false", body=b'{"model":"cold"}').done()
+        await setting.pools.close()
+        assert tally.batch() == first
+    tally.sent(1)
+    counts = {"answers:200": 1, "answers:429": 1, "waits": 1, "waited_ms": 1200}
+    assert tally.batch() == (2, {"m": counts, "cold": {"answers:400": 1}})
+    tally.sent(2)
+    async with instance(path, breaking(OK[:-1])) as made:
+        with pytest.raises(AnswerCut):
+            await Call(proxy_for(made.address, tally=tally).proxy).done()
+    assert tally.batch() == (3, {"m": {"answers:200": 1, "answers_cut": 1}})
+    tally.sent(3)
+    assert tally.batch() == (0, {})

@@ -16,6 +16,7 @@ from llamastead.supervisor.engine import Engine, find_engine
 from llamastead.supervisor.registry.load import load_registry
 from llamastead.supervisor.registry.model import RegistryError, Sources
 from llamastead.supervisor.registry.render import preset_text, wire_args
+from llamastead.supervisor.registry.reserved import RESERVED
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ class Router:
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.engine, self.models, self.preset = engine, folder / "models", folder / "m.ini"
         self.models.mkdir()
-        self.empty = folder / "empty"
-        self.empty.mkdir()
+        self.cache = folder / "cache"
+        self.cache.mkdir()
 
     def listing(self, arguments: Sequence[str] = ()) -> dict[str, dict[str, Any]] | None:
         """Return GET /models by name, or None when the router refuses to start."""
@@ -39,7 +40,7 @@ class Router:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
         with subprocess.Popen(
             [self.engine.path, *words, "--host", "127.0.0.1", "--port", "0", *arguments],
-            env=clean | {"LLAMA_CACHE": str(self.empty), "HF_HOME": str(self.empty)},
+            env=clean | {"LLAMA_CACHE": str(self.cache), "HF_HOME": str(self.cache)},
             stderr=subprocess.PIPE,
         ) as process:
             assert process.stderr is not None
@@ -64,7 +65,9 @@ def router(engine: Engine, tmp_path: Path) -> Router:
 def ours(router: Router, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what Llamastead would list for the router's files, as far as the configuration decides it."""
     engine = router.engine
-    registry = load_registry(Sources(router.models, router.preset, tuple(arguments)), engine.options)
+    registry = load_registry(
+        Sources(router.models, router.preset, tuple(arguments), router.cache), engine.options
+    )
     return {
         name: {
             "aliases": list(entry.aliases),
@@ -164,7 +167,7 @@ mlock = 1
 mmap = 0
 no-slots = what
 pooling =
-[org/repo:ud-q8_0]
+[org/repo:big-q8_0]
 hf-repo = org/repo:q8_0
 [one-more]
 model = /m/b.gguf
@@ -202,7 +205,8 @@ def test_names_arguments_and_presets_are_the_routers(router, arguments):
 
 def test_every_option_is_rendered_as_the_router_renders_it(router):
     """Set every option of the engine that a preset may hold, by its first name, and compare all words."""
-    left_out = {"host", "port", "api-prefix", "api-key", "api-key-file", "alias", "usage", "version"}
+    # What is ours to decide, what names or ends a model, and a secret that is never an argument.
+    left_out = {*RESERVED, "alias", "usage", "version", "hf-token"}
     lines = [
         f"{option.names[0].lstrip('-')} = {'on' if option.arity == 0 else '1'}"
         for option in router.engine.options.options
@@ -267,3 +271,40 @@ def test_what_is_read_otherwise_is_what_the_router_reads_wrongly(router):
         '[b]\nmodel = "/m/x y.gguf"\n\n',
     ]
     assert mine["c"] == other["c"]
+
+
+CACHE = {
+    "models--o--r": [
+        "m-Q4_K_M.gguf",
+        "m.q8_0.gguf",
+        "mmproj-F16.gguf",
+        "mtp-m-Q8_0.gguf",
+        "plain.gguf",
+        "x.txt",
+    ],
+    "models--o--split": [
+        "BF16/m-BF16-00001-of-00002.gguf",
+        "BF16/m-BF16-00002-of-00002.gguf",
+        "mmproj-BF16.gguf",
+    ],
+    "models--o--UP": ["m-Q4_0.GGUF", "ggml-model.gguf"],
+    "models--a--dash--b": ["m-Q8_0.gguf"],
+    "models--noslash": ["m-Q8_0.gguf"],
+}
+
+
+def test_the_hub_cache_is_listed_as_the_router_lists_it(router):
+    """Fill a cache with repositories good and odd, merge a section and a folder, and compare the listings."""
+    for folder, names in CACHE.items():
+        commit = "0123456789abcdef0123456789abcdef01234567"
+        (router.cache / folder / "refs").mkdir(parents=True)
+        (router.cache / folder / "refs" / "main").write_text(commit)
+        for name in names:
+            file = router.cache / folder / "snapshots" / commit / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tiny_model(file, 1)
+    fill(router, "one.gguf")
+    router.preset.write_text("[*]\nc = 512\n[o/r:q8_0]\nngl = 3\n[mine]\nhf = o/split\n")
+    listed = ours(router, ("-t", "2"))
+    assert "o/split:BF16" in listed
+    assert listed == theirs(router, ("-t", "2"))

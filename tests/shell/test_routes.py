@@ -17,7 +17,7 @@ from llamastead.shared.words import UseKind
 
 @pytest.fixture
 async def served(redis: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Served]:
-    settings = settings_for(tmp_path, redis_url=redis_url, admission_timeout=0.3)
+    settings = settings_for(tmp_path, redis_url=redis_url)
     async with open_app(redis, settings, Keys(), "a", "b", al="a") as app:
         yield app
 
@@ -170,11 +170,13 @@ async def test_load_and_unload_are_asked_of_the_supervisor_by_canonical_name(ser
     assert refused.json()["error"]["message"] == "model is already running"
 
 
-async def test_an_order_nobody_answers_is_a_503_in_time(served: Served) -> None:
+async def test_an_order_nobody_answers_is_a_503_in_time(redis: Redis, redis_url: str, tmp_path: Path) -> None:
     """Let the supervisor be silent: 503 with Retry-After, and nothing of it is kept."""
-    silent = await served.client.post("/models/load", json={"model": "a"})
-    assert (silent.status_code, silent.headers["retry-after"]) == (503, "5")
-    assert served.gateway.commands.open_questions == 0
+    settings = settings_for(tmp_path, redis_url=redis_url, admission_timeout=0.3)
+    async with open_app(redis, settings, Keys(), "a") as served:
+        silent = await served.client.post("/models/load", json={"model": "a"})
+        assert (silent.status_code, silent.headers["retry-after"]) == (503, "5")
+        assert served.gateway.commands.open_questions == 0
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,9 @@ async def test_an_order_nobody_answers_is_a_503_in_time(served: Served) -> None:
         ("/models/load", b"[]", 400, "the body must be a JSON object"),
         ("/models/load", b'{"model"', 400, "the body is not valid JSON"),
         ("/models/unload", b'{"model":"a","force":"yes"}', 400, "force must be true or false, not 'yes'"),
+        ("/models/load", b"[" * 60_000, 400, "the body is not valid JSON: it is nested too deep"),
+        ("/v1/streams/lookup", b'{"a":' * 10_000, 400, "the body is not valid JSON: it is nested too deep"),
+        ("/v1/streams/lookup", b"[]", 400, "conversation_ids must be a list of strings"),
         ("/models/load", b'{"model":"' + b"x" * 70_000 + b'"}', 413, "the body of this request may have"),
     ],
 )
@@ -198,6 +203,12 @@ async def test_bad_orders_are_refused_at_once(
     assert refused.status_code == status
     assert refused.json()["error"]["message"].startswith(message)
     assert [verb for verb, _ in await served.leader.asked()] == []
+
+
+async def test_an_id_that_is_no_text_is_the_id_of_no_conversation(served: Served) -> None:
+    """Look a lone surrogate up, which JSON can write and UTF-8 cannot: nothing is known of it."""
+    answer = await served.client.post("/v1/streams/lookup", content=b'{"conversation_ids":["\\ud800"]}')
+    assert (answer.status_code, answer.json()) == (200, [])
 
 
 async def test_the_queue_is_shown(served: Served) -> None:

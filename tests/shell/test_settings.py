@@ -1,6 +1,5 @@
 """Settings: where a value comes from, what is said about a bad one, what children get."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,7 @@ from llamastead.supervisor.engine import find_engine
 from llamastead.supervisor.registry.load import load_registry
 from llamastead.supervisor.registry.model import Sources
 
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings from outside."""
-    for name in os.environ:
-        if name.startswith(("LLAMA_", "LLAMASTEAD_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 def refused(**given: str) -> str:
@@ -101,6 +94,40 @@ def test_children_get_exactly_these_settings(monkeypatch: pytest.MonkeyPatch) ->
     assert load_settings().instance_args == ("--chat-template", "a b'c", "-c", "512")
 
 
+@pytest.mark.parametrize("name", ["connect", "first_byte", "idle", "total"])
+def test_c139_time_outs_of_nothing_and_nonsense(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Give 0 and -1, nothing, and nonsense as flag and as variable: no limit, default, refused by name."""
+    field, variable = f"{name}_timeout", f"LLAMASTEAD_{name.upper()}_TIMEOUT"
+    for none in ("0", "-1"):
+        assert getattr(load_settings({field: none}), field) <= 0
+        monkeypatch.setenv(variable, none)
+        assert getattr(load_settings(), field) <= 0
+    monkeypatch.setenv(variable, "")
+    assert getattr(load_settings(), field) == getattr(Settings(), field)
+    for nonsense in ("abc", "-2"):
+        with pytest.raises(SettingsError, match=f"--{name.replace('_', '-')}-timeout"):
+            load_settings({field: nonsense})
+        monkeypatch.setenv(variable, nonsense)
+        with pytest.raises(SettingsError, match=variable):
+            load_settings()
+
+
+@pytest.mark.parametrize("field", ["queue_timeout", "stall_timeout", "detach_limit"])
+def test_c139_waits_without_a_limit(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """Give 0 and -1 as flag, as variable, and on to a child process: none of them is ever over."""
+    for none in ("0", "-1"):
+        given = load_settings({field: none})
+        assert getattr(given, field) >= 30 * 365 * 86_400
+        variable = f"LLAMASTEAD_{field.upper()}"
+        monkeypatch.setenv(variable, none)
+        assert load_settings() == given
+        monkeypatch.setenv(variable, given.child_env()[variable])
+        assert load_settings() == given
+        monkeypatch.delenv(variable)
+    with pytest.raises(SettingsError, match=f"--{field.replace('_', '-')}"):
+        load_settings({field: "-2"})
+
+
 def test_redis_is_embedded_in_the_run_folder_unless_given() -> None:
     """Give a run folder, with and without a Redis."""
     settings = load_settings({"run_dir": "/tmp/herd"})
@@ -135,6 +162,20 @@ def test_refusals_name_where_the_value_came_from(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LLAMASTEAD_MODELS_MAX", "lots")
     assert refused().startswith("LLAMASTEAD_MODELS_MAX: ")
     assert refused().endswith("not 'lots'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("engine", "~nobody-of-this-name/llama-server", "--engine"),
+        ("run_dir", "~nobody-of-this-name/run", "no such user"),
+        ("ui_config", "[" * 50_000, "--ui-config"),
+    ],
+)
+def test_what_cannot_be_a_path_or_an_object_is_refused(name: str, value: str, flag: str) -> None:
+    """Give the home of nobody and an object nested beyond any parser: refused in words."""
+    with pytest.raises(SettingsError, match=flag):
+        load_settings({name: value})
 
 
 @pytest.mark.parametrize("value", ["0", "-1"])

@@ -72,6 +72,7 @@ async def test_a_models_life_is_told_as_the_real_router_tells_it(served: Served)
                 "aliases": ["a"],
                 "tags": ["x", "y"],
                 "object": "model",
+                "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
                 "owned_by": "llamacpp",
                 "meta": {"n_ctx": 512},
             },
@@ -105,3 +106,23 @@ async def test_a_gateway_that_leaves_ends_its_streams(served: Served) -> None:
         assert (await stream.head())[0] == 200
         assert await stream.chunk() is None
         await stream.task
+
+
+async def test_no_event_is_lost_while_redis_is_out_of_reach(served: Served, redis: Redis) -> None:
+    """Cut the gateway's connections while a model comes and goes five times: each event is told, in order."""
+    stream = OpenRequest(served.app, "/models/sse")
+    await stream.head()
+    store, expected = served.leader.store, []
+    for number in range(5):
+        instance, cut = f"i{number}", 0
+        while not cut:  # the gateway may still be about to connect again
+            cut = await redis.client_kill_filter(_type="normal", skipme=True)
+        await store.put_instance(instance, {"state": InstanceState.STARTING.value}, "a", {})
+        await served.leader.begin(instance, "a")
+        await redis.client_kill_filter(_type="normal", skipme=True)
+        await store.ended(instance, EndClass.CRASHED, 1, f"end {number}")
+        expected += [("loading", None), ("unloaded", f"end {number}")]
+    heard = [(await told(stream))["data"] for _ in expected]
+    assert [(data["status"], data.get("reason")) for data in heard] == expected
+    stream.leave()
+    await stream.task

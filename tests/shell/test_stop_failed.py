@@ -19,7 +19,9 @@ async def test_c58_a_kill_without_effect_is_told_as_a_failed_stop(
     running = {"i": Running("m", "unix:/nowhere", "", 7)}
     told: list[Event] = []
     async with asyncio.TaskGroup() as tasks:
-        listener = news.News(short_tmp, running, told.append, tasks.create_task, told.append)
+        listener = news.News(
+            short_tmp, running, told.append, tasks.create_task, told.append, told.append, lambda *_: None
+        )
         listener.on_event("i", HolderStop("exit", 0))
         listener.on_event("i", HolderStop("kill", None))
         if ends:

@@ -5,17 +5,21 @@ import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 
+from llamastead.shared.addresses import UnixAddress
 from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
+from llamastead.supervisor import commands as supervisor_commands
+from llamastead.supervisor import downloads as supervisor_downloads
 from llamastead.supervisor.commands import Commands
 from llamastead.supervisor.core.events import LoadOrdered, TurnsAway, UnloadOrdered
 from llamastead.supervisor.logfiles import log_path
+from llamastead.supervisor.removing import Removing
 
 SOON_MS = 60_000
 
@@ -37,6 +41,31 @@ class Ordered:
         self.told.set()
 
 
+class Downloads:
+    """Stands for the downloads: keeps what is ordered of `org/m`, the only one that is under way."""
+
+    def __init__(self, ordered: list[tuple[str, str]]) -> None:
+        self.ordered = ordered
+
+    async def order(self, command: str, name: str, *, again: bool) -> None:
+        self.ordered.append(("download again" if again else "download", name))
+
+    async def cancel(self, command: str, name: str, *, force: bool) -> bool:
+        if name == "org/m":
+            self.ordered.append(("force" if force else "cancel", name))
+        return name == "org/m"
+
+
+class Removals:
+    """Stands for the removing: keeps what is ordered."""
+
+    def __init__(self, ordered: list[tuple[str, str]]) -> None:
+        self.ordered = ordered
+
+    def order(self, command: str, model: str, *, again: bool) -> None:
+        self.ordered.append(("remove again" if again else "remove", model))
+
+
 class Desk:
     """A gateway's and a leader's side of one store, with commands being read between them."""
 
@@ -45,13 +74,18 @@ class Desk:
         self.gateway = GatewayStore(redis, keys)
         self.leader = LeaderStore(redis, keys, "token")
         self.read: list[str] = []
+        self.reloads: list[tuple[str, bool]] = []
         self.measured: list[tuple[str, str]] = []
+        self.ordered: list[tuple[str, str]] = []
         self.commands = Commands(
             self.leader,
             run_dir,
             self._on_metadata,
             lambda identity, preset: self.measured.append((identity, preset)),
-            run_dir.joinpath,
+            lambda name: UnixAddress(str(run_dir / name)),
+            lambda command, apply: self.reloads.append((command, apply)),
+            cast("supervisor_downloads.Downloads", Downloads(self.ordered)),
+            cast("Removing", Removals(self.ordered)),
         )
         self.driver = Ordered()
 
@@ -71,7 +105,7 @@ class Desk:
             while True:
                 for message in (await self.gateway.read_wait("g", last, "$", 1000)).inbox:
                     last = message.id
-                    if message.fields.get("command") == command:
+                    if (message.fields["type"], message.fields["command"]) == ("answer", command):
                         return dict(json.loads(message.fields["payload"]))
 
     async def unfinished(self) -> int:
@@ -110,6 +144,30 @@ async def test_orders_reach_the_driver_and_are_answered_when_it_says_so(desk: De
     await desk.commands.answer(unload, {})
     assert await desk.answer_of(unload) == {}
     assert await desk.unfinished() == 0
+
+
+async def test_what_is_not_answered_yet_is_said_to_be_at_work(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Order two and answer one: the gateway hears of the other again and again, until that is answered."""
+    monkeypatch.setattr(supervisor_commands, "AT_WORK_S", 0.01)
+    telling = asyncio.create_task(desk.commands.tell_at_work())
+    reload = await desk.gateway.submit("reload", "g", SOON_MS, {})
+    load = await desk.gateway.submit("load", "g", SOON_MS, {"model": "a"})
+    heard, last = [], "0-0"
+    async with asyncio.timeout(10):
+        while not desk.driver.events:
+            desk.driver.told.clear()
+            await desk.driver.told.wait()
+        await desk.commands.answer(load, {})
+        while heard[-3:] != [reload] * 3:
+            for message in (await desk.gateway.read_wait("g", last, "$", 1000)).inbox:
+                last = message.id
+                if message.fields["type"] == "at_work":
+                    heard.append(message.fields["command"])
+    await desk.commands.answer(reload, {})
+    telling.cancel()
+    assert await desk.answer_of(reload) == {}
 
 
 async def test_late_and_unknown_commands_are_refused(desk: Desk) -> None:

@@ -1,89 +1,29 @@
 """A supervisor in this process, Valkey and holders real: faults end a reign and the next one recovers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from holder_kit import PATIENCE_S, journal, spec_for
+from holder_kit import PATIENCE_S, alive, journal, spec_for
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from reign_kit import Court, reigning, settings_for
 from tiny import tiny_model
 
-from llamastead.shared.settings import Settings
-from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
-from llamastead.shared.words import UseKind
-from llamastead.supervisor import effects, holders, main
-from llamastead.supervisor.configuration import Configuration
+from llamastead.shared.store.leader import LeaderStore
+from llamastead.supervisor import effects, holders, main, news, recovery
+from llamastead.supervisor.board import Board
 from llamastead.supervisor.core.events import Tick
 from llamastead.supervisor.driver import Driver
 from llamastead.supervisor.health import Health
 from llamastead.supervisor.holder_link import HolderExit, HolderLines
+from llamastead.supervisor.holder_record import Record
 from llamastead.supervisor.news import News
-
-LEADER_TTL_S = 60.0  # whoever waits for it fails the test
-
-
-class Court:
-    """A supervisor, what it serves, and a gateway that asks for it."""
-
-    def __init__(self, redis: Redis, keys: Keys, settings: Settings) -> None:
-        self.redis, self.keys = redis, keys
-        self.gateway = GatewayStore(redis, keys)
-        self.supervisor = main.Supervisor(settings, Configuration(settings))
-        self._tickets = 0
-
-    async def number(self) -> int:
-        """Return the number of the present leadership, 0 while nobody leads."""
-        if not await self.redis.exists(self.keys.leader):
-            return 0
-        return int(await self.redis.hget(self.keys.leadership, "number") or 0)
-
-    async def instance(self, model: str) -> dict[str, str]:
-        """Return the record of the model's instance, {} when there is none."""
-        name = await self.redis.hget(self.keys.model(model), "instance")
-        return {"id": name, **await self.redis.hgetall(self.keys.instance(name))} if name else {}
-
-    async def want(self, model: str) -> None:
-        """Stand in the queue for a model."""
-        self._tickets += 1
-        await self.gateway.acquire(model, f"t{self._tickets}", "g", UseKind.INFERENCE, 60_000)
-
-    async def served(self, model: str) -> dict[str, str]:
-        """Ask for a model and return the record of its instance once it is READY."""
-        await self.want(model)
-
-        async def look() -> dict[str, str]:
-            found = await self.instance(model)
-            return found if found.get("state") == "ready" else {}
-
-        return dict(await self.until(look))
-
-    async def until(self, look: Callable[[], Any]) -> Any:
-        """Return the first true value of `look`, which asks Redis."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                if found := await look():
-                    return found
-                await asyncio.sleep(0.01)
-
-    async def reigns_after(self, number: int) -> int:
-        """Wait for a later leadership under which all instances were adopted and return its number."""
-
-        async def look() -> int:
-            now = await self.number()
-            records = (await self.gateway.read_instances()).values()
-            return now if now > number and {r.get("epoch") for r in records} <= {str(now)} else 0
-
-        return int(await self.until(look))
-
-
-def settings_for(run_dir: Path, redis_url: str, **changes: Any) -> Settings:
-    """Return settings with quick clocks, and a lead that outlasts the test."""
-    quick = {"reread": 0.2, "heartbeat": 0.2, "leader_ttl": LEADER_TTL_S, "leader_renew": 0.2, "host_id": "h"}
-    return Settings(run_dir=run_dir, redis_url=redis_url, **{**quick, **changes})
 
 
 @pytest.fixture
@@ -97,24 +37,6 @@ async def court(run_dir: Path, stub: Path, redis: Redis, redis_url: str, keys: K
         yield made
 
 
-async def reigning(redis: Redis, keys: Keys, settings: Settings) -> AsyncIterator[Court]:
-    """Yield a court whose supervisor runs, and let it stop in order."""
-    (settings.run_dir / "i").mkdir(exist_ok=True, mode=0o700)
-    made = Court(redis, keys, settings)
-    task = asyncio.create_task(made.supervisor.run())
-
-    async def open_herd() -> bool:
-        return bool(await redis.exists(keys.herd)) and bool(await redis.zcard(keys.models))
-
-    await made.until(open_herd)
-    await made.gateway.heartbeat("g", 1, {}, {}, {}, [])
-    yield made
-    await made.gateway.leave("g")
-    made.supervisor.stop.set()
-    async with asyncio.timeout(PATIENCE_S):
-        assert await task == 0
-
-
 def pids(settings_folder: Path, model: str) -> list[int]:
     """Return the pids of all engines that were started for a model."""
     entries = journal(settings_folder / "models" / f"{model}.gguf")
@@ -124,15 +46,15 @@ def pids(settings_folder: Path, model: str) -> list[int]:
 async def test_a_fault_in_a_task_ends_the_reign_and_the_next_recovers(court, run_dir, monkeypatch, caplog):
     """Let the health watch fail once: another reign begins at once and adopts, nothing is loaded again."""
     before = await court.served("a")
-    number, hits, probe = await court.number(), [], Health._answers
+    number, hits, probe = await court.number(), [], Health.answers
 
-    async def faulty(self: Health, socket: Path | None) -> bool:
+    async def faulty(self: Health, *asked: object) -> bool:
         if not hits:
-            hits.append(socket)
+            hits.append(asked)
             raise ZeroDivisionError("a bug")
-        return await probe(self, socket)
+        return await probe(self, *asked)
 
-    monkeypatch.setattr(Health, "_answers", faulty)
+    monkeypatch.setattr(Health, "answers", faulty)
     assert await court.reigns_after(number) == number + 1
     assert len(hits) == 1
     after = await court.served("a")
@@ -140,6 +62,19 @@ async def test_a_fault_in_a_task_ends_the_reign_and_the_next_recovers(court, run
     assert pids(run_dir.parent, "a") == [int(before["pid"])]
     assert "the reign broke off" in caplog.text
     await court.served("b")
+
+
+async def test_who_hears_that_a_model_is_ready_finds_its_pid_there(court, monkeypatch):
+    """Load a model while nothing is written of instances but by scripts: the model has the engine's pid with
+    the change that makes it ready, as a gateway reads it when it hears of that.
+    """
+
+    async def nothing(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(Board, "_show_standing", nothing)
+    ready = await court.served("a")
+    assert await court.redis.hget(court.keys.model("a"), "pid") == ready["pid"] != "0"
 
 
 async def test_an_ordered_drain_outlives_the_reign_that_began_it(court):
@@ -208,7 +143,11 @@ async def test_no_spare_holder_is_no_reason_to_give_up(court, run_dir, monkeypat
     second = await court.served("b")
     assert first["epoch"] == second["epoch"] == str(number)
     assert await court.number() == number
-    assert "no spare holder" in caplog.text
+
+    async def told() -> bool:
+        return "no spare holder" in caplog.text
+
+    await court.until(told)  # a spare is started a little after the load, so as not to be in its way
     await effects.keep_spare(court.supervisor._holders)
 
 
@@ -228,6 +167,75 @@ async def test_an_engine_that_is_missing_fails_its_model_only(run_dir, stub, red
         assert "no-such-engine" in await court.until(failed)
         await court.served("good")
         assert await court.number() == number
+
+
+async def test_what_is_wrong_with_the_registry_is_what_the_next_reign_finds(
+    run_dir, stub, redis, redis_url, keys
+):
+    """Break the preset file between two reigns and mend it between two: each shows what it read itself."""
+    preset = run_dir.parent / "m.ini"
+    good = f"[good]\nmodel = {tiny_model(run_dir.parent / 'm.gguf', 1)}\n"
+    preset.write_text(good)
+    settings = settings_for(run_dir, redis_url, models_preset=preset, engine=stub, watch=3600.0)
+    async for court in reigning(redis, keys, settings):
+        for text, trouble in (("[broken\n", "m.ini:1"), (good, "")):
+            number = await court.number()
+            preset.write_text(text)
+            await redis.delete(keys.leader)
+            await court.reigns_after(number)
+
+            async def told(trouble: str = trouble) -> bool:
+                error = await redis.hget(keys.herd, "registry_error")
+                return trouble in error if trouble else error == ""
+
+            await court.until(told)
+        await court.served("good")
+
+
+async def test_a_long_reading_between_two_reigns_keeps_the_lead(court, monkeypatch):
+    """Break a reign off and read the registry until the next lead was renewed twice: it goes on."""
+    number, renewals, main_thread = await court.number(), asyncio.Semaphore(0), threading.current_thread()
+    go, readers, renew = threading.Event(), [], LeaderStore.renew
+    read_again = court.supervisor._configuration.read_again
+
+    def slow() -> Any:
+        readers.append(threading.current_thread())
+        assert go.wait(PATIENCE_S)
+        return read_again()
+
+    async def renewing(store: LeaderStore, ttl_ms: int, info: Any = None) -> None:
+        await renew(store, ttl_ms, info)
+        if readers and not go.is_set():
+            renewals.release()
+
+    monkeypatch.setattr(court.supervisor._configuration, "read_again", slow)
+    monkeypatch.setattr(LeaderStore, "renew", renewing)
+    court.supervisor._reign.break_off(RuntimeError("a bug"))
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(2):
+            await renewals.acquire()
+    assert await court.number() == number + 1
+    go.set()
+    await court.served("a")
+    assert await court.number() == number + 1
+    assert main_thread not in readers
+
+
+async def test_r13_what_proves_another_nonce_than_was_written_down_is_not_adopted(court):
+    """Write another nonce down for a running instance and lead anew: it is ended, not adopted, and the model
+    is loaded afresh; the one beside it is kept.
+    """
+    await court.served("b")
+    before, number = await court.served("a"), await court.number()
+    kept = await court.instance("b")
+    await court.redis.hset(court.keys.instance(before["id"]), "nonce", "0" * 32)
+    await court.redis.delete(court.keys.leader)
+    await court.reigns_after(number)
+    assert not await court.redis.exists(court.keys.instance(before["id"]))
+    assert not alive(int(before["pid"]))
+    after = await court.served("a")
+    assert after["id"] != before["id"]
+    assert (await court.instance("b"))["pid"] == kept["pid"]
 
 
 async def test_a_number_that_cannot_be_written_gives_the_lead_back(court, monkeypatch):
@@ -296,7 +304,43 @@ async def test_a_standby_keeps_one_connection_to_the_holder_of_an_ended_engine(r
 
 def test_told_events_count_before_the_herd_is_empty():
     """Tell an idle driver something: it is not empty any more, since what was told may start an instance."""
-    driver = Driver(*[None] * 5, reread=1.0)
+    driver = Driver(*[None] * 5, reread=1.0, know=None)
     driver.empty.set()
     driver.put(Tick())
     assert not driver.empty.is_set()
+
+
+async def test_c58_what_a_kill_does_not_end_keeps_its_room_and_ends_in_the_background(
+    run_dir, stub, redis, redis_url, keys, monkeypatch
+):
+    """Find a record whose processes outlive KILL for a while: stop-failed with its pid, then gone."""
+    folder = run_dir.parent / "models"
+    folder.mkdir()
+    for seed, name in enumerate(("a", "b"), 1):
+        tiny_model(folder / f"{name}.gguf", seed)
+    stuck = run_dir / "i" / "old-1-1"
+    stuck.mkdir(parents=True)
+    record = dict.fromkeys(Record.__dataclass_fields__, "x") | {"instance": "old-1-1", "model": "a"}
+    numbers = {"holder_pid": 1, "holder_start": 1, "engine_pid": 77, "engine_start": 1}
+    (stuck / "record.json").write_text(json.dumps(record | numbers))
+    lives = [True]
+    monkeypatch.setattr(news, "kill_recorded", lambda record: [record.engine_pid] if lives else [])
+    monkeypatch.setattr(news, "KILL_AGAIN_S", 0.01)
+    monkeypatch.setattr(news, "KILL_GIVES_UP_AFTER_S", 0.05)
+    monkeypatch.setattr(recovery, "KILL_PATIENCE_S", 0.05)
+    settings = settings_for(run_dir, redis_url, models_dir=folder, engine=stub, models_max=2)
+    async for court in reigning(redis, keys, settings):
+        await court.served("b")
+
+        async def told(court: Court = court) -> dict[str, str]:
+            found = await court.instance("a")
+            return found if found.get("state") == "stop_failed" else {}
+
+        assert (await court.until(told))["pid"] == "77"
+        lives.clear()
+
+        async def gone() -> bool:
+            return not await redis.exists(keys.instance("old-1-1")) and not stuck.exists()
+
+        await court.until(gone)
+        await court.served("a")

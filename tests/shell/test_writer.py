@@ -36,7 +36,7 @@ def answering(method: str = "POST", *, keep_alive: bool = True) -> tuple[Request
     """Return uvicorn's record of a request that waits for its answer, and what the answer goes to."""
     sink = Sink()
     cycle = RequestResponseCycle(
-        scope={"method": method},  # type: ignore[typeddict-item]
+        scope={"method": method, "http_version": "1.1"},  # type: ignore[typeddict-item]
         transport=sink,  # type: ignore[arg-type]
         flow=Flow(),  # type: ignore[arg-type]
         logger=None,  # type: ignore[arg-type]

@@ -4,22 +4,23 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+from ports import free_port as free_port
 from tiny import tiny_model
+from waiting import PATIENCE_S as PATIENCE_S
+from waiting import until as until
 
+from llamastead.shared.addresses import UnixAddress, parse_address
 from llamastead.shared.secret import instance_key, read_or_make_herd_secret
 from llamastead.shared.store.connect import connect
 from llamastead.shared.store.keys import Keys
 
-PATIENCE_S = 30.0
 KEYS = Keys("llamastead:")
 # Times of the protocol scaled down, so that what takes seconds in earnest takes a test's blink.
 QUICK: Mapping[str, str] = {
@@ -31,27 +32,30 @@ QUICK: Mapping[str, str] = {
     "LLAMASTEAD_LEADER_RENEW": "0.5",
     "LLAMASTEAD_REREAD": "1",
     "LLAMASTEAD_MIN_RESIDENCE": "0",
+    "LLAMASTEAD_UI": "false",  # a fresh run folder has it unpacked anew, a third of a second each
 }
 
 
-def free_port() -> int:
-    """Return a TCP port on loopback that nothing listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def clean_environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
-    """Return this process's environment without settings of Llamastead or llama-server, plus `extra`."""
-    ours = ("LLAMASTEAD_", "LLAMA_", "RQ_")
-    return {k: v for k, v in os.environ.items() if not k.startswith(ours)} | dict(extra)
+    """Return this process's environment plus `extra`, without settings of ours, llama-server or the hub.
+
+    The hub cache is a folder that isn't there: no model of this machine appears in a test.
+    """
+    ours = ("LLAMASTEAD_", "LLAMA_", "RQ_", "HF_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+    return kept | {"HF_HUB_CACHE": "/nonexistent/hub"} | dict(extra)
 
 
 class Role:
-    """One `llamastead …` process of a test; its output goes to a file in the run folder."""
+    """One `llamastead …` process of a test; its output goes to a file beside the run folder. `prefix` are
+    words that become the command, as `nsenter` does.
+    """
 
-    def __init__(self, name: str, args: list[str], run_dir: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, args: list[str], run_dir: Path, env: Mapping[str, str], prefix: Sequence[str] = ()
+    ) -> None:
         self.name, self.args, self.run_dir, self.env = name, args, run_dir, dict(env)
+        self.prefix = tuple(prefix)
         self.process: asyncio.subprocess.Process | None = None
         self.log = run_dir.parent / f"{name}.log"
 
@@ -59,6 +63,7 @@ class Role:
         """Start it in a process group of its own."""
         with self.log.open("ab") as out:
             self.process = await asyncio.create_subprocess_exec(
+                *self.prefix,
                 sys.executable,
                 "-m",
                 "llamastead",
@@ -88,31 +93,18 @@ class Role:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
-async def until(look: Any, what: str, patience_s: float = PATIENCE_S) -> Any:
-    """Await `look()` until it returns something true, and return that; fail naming `what` when patience ends.
-
-    `look` may be a coroutine function; exceptions of an HTTP client count as "not yet".
-    """
-    end = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(httpx.HTTPError, ConnectionError, FileNotFoundError):
-            found = look()
-            if asyncio.iscoroutine(found):
-                found = await found
-            if found:
-                return found
-        assert time.monotonic() < end, f"gave up after {patience_s} s waiting for {what}"
-        await asyncio.sleep(0.02)
-
-
 def instance_pids(run_dir: Path) -> list[int]:
-    """Return the pids of the engines whose command line names a socket below `run_dir`, from /proc."""
+    """Return the pids of the engines whose command line names a socket below `run_dir`, from /proc; not of
+    those that a worker measures, or that only hand out the pages of the web UI.
+    """
     needle, found = os.fsencode(str(run_dir)), []
+    others = os.fsencode(f"{run_dir}/w/"), os.fsencode(f"{run_dir}/web-ui/")
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"--host" in arguments and any(a.startswith(needle) for a in arguments):
+                ours = [word for word in arguments if word.startswith(needle)]
+                if b"--host" in arguments and ours and not any(word.startswith(others) for word in ours):
                     found.append(int(entry.name))
     return sorted(found)
 
@@ -163,9 +155,11 @@ class Herd:
             await self.ready(role, port)
         return role
 
-    async def role(self, name: str, *args: str) -> Role:
+    async def role(
+        self, name: str, *args: str, prefix: Sequence[str] = (), run_dir: Path | None = None
+    ) -> Role:
         """Start any `llamastead` command as a process that the test can signal by `name`."""
-        role = Role(name, list(args), self.run_dir, self.env)
+        role = Role(name, list(args), run_dir or self.run_dir, self.env, prefix)
         self.roles[name] = role
         await role.start()
         return role
@@ -179,13 +173,17 @@ class Herd:
         return role
 
     async def ready(self, role: Role, port: int) -> None:
-        """Wait until the gateway on `port` says it is ready; fail with the role's output if it ended."""
+        """Wait until the gateway on `port` says it is ready, and that the herd is open if a supervisor was
+        started before it; fail with the role's output if it ended.
+        """
+        led = any(each.args[0] in ("up", "supervisor") for each in self.roles.values())
 
         async def look() -> bool:
             assert role.process is not None
             assert role.process.returncode is None, f"{role.name} ended:\n{role.output()[-4000:]}"
             async with httpx.AsyncClient() as client:
-                return (await client.get(f"http://127.0.0.1:{port}/readyz")).status_code == 200
+                answer = await client.get(f"http://127.0.0.1:{port}/readyz")
+            return answer.status_code == 200 and (answer.json()["herd"] or not led)
 
         try:
             await until(look, f"{role.name} on port {port}")
@@ -232,7 +230,7 @@ class Herd:
             return not left
 
         try:
-            await until(look, "no tickets and no leases", 5.0)
+            await until(look, "no tickets and no leases")
         except AssertionError as failure:
             raise AssertionError(f"{failure}: {left}") from None
 
@@ -246,17 +244,24 @@ class Herd:
         """Return a client of the model's running engine itself, past the gateway."""
         fields = await self.instance(model)
         key = instance_key(read_or_make_herd_secret(self.run_dir / "secret"), fields["id"], fields["nonce"])
+        where = parse_address(fields["address"])
+        unix = isinstance(where, UnixAddress)
         return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=fields["address"].removeprefix("unix:")),
-            base_url="http://instance",
+            transport=httpx.AsyncHTTPTransport(uds=where.path if unix else None),
+            base_url="http://instance" if unix else f"http://{where.authority}",
             headers={"Authorization": f"Bearer {key}"},
             timeout=PATIENCE_S,
         )
 
     async def unload(self, model: str) -> None:
         """Have a model unloaded and wait until the gateway says so."""
-        async with self.client() as client:
-            await client.post("/models/unload", json={"model": model})
+
+        async def decided() -> bool:
+            async with self.client() as client:
+                answer = await client.post("/models/unload", json={"model": model})
+            return answer.status_code != 503  # nobody led, or the next leader read it too late
+
+        await until(decided, f"an answer about unloading {model}")
 
         async def look() -> bool:
             return (await self.status(model))["value"] == "unloaded"

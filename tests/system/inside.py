@@ -82,7 +82,9 @@ async def leader(made: Herd) -> dict[str, str]:
 
 
 async def next_leader(made: Herd, number: str, patience_s: float = PATIENCE_S) -> dict[str, str]:
-    """Wait for a leader whose number is above `number` and that has adopted all instances; return it."""
+    """Wait for a leader whose number is above `number`, that has adopted all instances and opened the herd,
+    which an emptied Redis does not have before; return it.
+    """
 
     async def look() -> dict[str, str]:
         found = await leader(made)
@@ -91,7 +93,8 @@ async def next_leader(made: Herd, number: str, patience_s: float = PATIENCE_S) -
         async with made.redis() as redis:
             names = await redis.zrange(KEYS.instances, 0, -1)
             epochs = {await redis.hget(KEYS.instance(name), "epoch") for name in names}
-        return found if epochs <= {found["number"]} else {}
+            is_open = await redis.exists(KEYS.herd)
+        return found if is_open and epochs <= {found["number"]} else {}
 
     return dict(await until(look, f"a leader after number {number}", patience_s))
 
@@ -161,19 +164,30 @@ class Stream:
         return end
 
 
-@contextlib.asynccontextmanager
-async def streaming(made: Herd, model: str, gateway: int = 0) -> AsyncIterator[Stream]:
-    """Yield a stream that has begun.
+def long_answer(model: str) -> dict[str, Any]:
+    """Return the body of a request whose answer is never over before it is read, by way of `slow_reader`.
 
     Seven megabytes (each token comes with fifty alternatives) against a small receive buffer: the buffers in
-    between swallow four, so the request is in the middle of its answer for as long as nobody reads on. Not a
-    very small one: loopback sends 64 KiB at a time, or waits 200 ms for room.
+    between swallow four, so the request is in the middle of its answer for as long as nobody reads on.
+    """
+    return ask(model, 2000, stream=True, logprobs=50)
+
+
+def slow_reader() -> httpx.AsyncHTTPTransport:
+    """Return a client's transport with a small receive buffer.
+
+    Not a very small one: loopback sends 64 KiB at a time, or waits 200 ms for room.
     """
     small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 * 1024)]
-    transport = httpx.AsyncHTTPTransport(socket_options=small)
-    body = ask(model, 2000, stream=True, logprobs=50)
+    return httpx.AsyncHTTPTransport(socket_options=small)
+
+
+@contextlib.asynccontextmanager
+async def streaming(made: Herd, model: str, gateway: int = 0) -> AsyncIterator[Stream]:
+    """Yield a stream that has begun, and is in the middle of its answer until it is read on."""
+    body = long_answer(model)
     async with (
-        made.client(gateway, transport=transport) as client,
+        made.client(gateway, transport=slow_reader()) as client,
         client.stream("POST", "/v1/completions", json=body) as response,
     ):
         assert response.status_code == 200

@@ -120,9 +120,15 @@ class Pair:
         return dict((await self.gateways()[gateway].get(f"/v1/models/{model}")).json()["status"])
 
     async def state(self, model: str, *states: str, patience_s: float = 30.0) -> dict[str, Any]:
-        """Wait until both gateways show the model in one of these states; return the status."""
+        """Wait until the model is in one of these states and both gateways show it so; return the status.
+
+        Gateways' copies alone may both be of an earlier time, in which it was in that state, too.
+        """
 
         async def look() -> dict[str, Any]:
+            async with self.made.redis() as redis:
+                if (await redis.hget(KEYS.model(model), "state") or "") not in states:
+                    return {}
             shown = [await self.status(model, gateway) for gateway in (0, 1)]
             return shown[0] if all(status["state"] in states for status in shown) else {}
 

@@ -43,6 +43,8 @@ SAY: list[ChatCompletionMessageParam] = [{"role": "user", "content": "say someth
 SAME: dict[str, Any] = {"temperature": 0, "seed": 1, "cache_prompt": False}
 CHAT = {"messages": SAY, "max_tokens": 6, **SAME}
 TEXT = {"prompt": "once upon", "max_tokens": 6, **SAME}
+# With fifty alternatives to each token, so that the engine is at it for seconds.
+LONG = {"model": "chat", "prompt": "once", "stream": True, "ignore_eos": True, "logprobs": 50}
 RERANK = {"query": "once", "documents": ["upon a time", "once"]}
 # Path → the model to ask and what to ask it. A path of the table that is missing here fails its own test.
 ASKED: dict[str, tuple[str, Any]] = {
@@ -64,6 +66,7 @@ ASKED: dict[str, tuple[str, Any]] = {
     "/reranking": ("rank", RERANK),
     "/v1/rerank": ("rank", RERANK),
     "/v1/reranking": ("rank", RERANK),
+    "/v1/systemone": ("chat", {"state": "once", "questions": {"a": {"type": "noul", "instructions": "so?"}}}),
     "/tokenize": ("chat", {"content": "once upon a time", "with_pieces": True}),
     "/detokenize": ("chat", {"tokens": [266, 279, 280]}),
     "/apply-template": ("chat", {"messages": SAY}),
@@ -81,6 +84,7 @@ ASKED: dict[str, tuple[str, Any]] = {
 REFUSED = {
     "/audio/transcriptions": 501,
     "/v1/audio/transcriptions": 501,
+    "/v1/systemone": 404,
     "/v1/chat/completions/control": 400,
     "/props": 501,
     "/slots/*": 501,
@@ -213,7 +217,7 @@ async def events_of(client: httpx.AsyncClient, path: str, body: Any) -> list[tup
 
 async def test_a_stream_passes_chunk_by_chunk(stead: Herd) -> None:
     """Take the first event of a long answer: the engine is still at work on the rest of it then."""
-    body = {"model": "chat", "prompt": "once", "max_tokens": 1000, "stream": True}
+    body = {**LONG, "max_tokens": 1500}
     async with stead.client() as client, stead.client() as other:
         await client.post("/tokenize", json={"model": "chat", "content": "load"})
         async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -245,6 +249,8 @@ async def test_the_openai_client_works_unchanged(stead: Herd) -> None:
         assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens == 5
+        aliased = await client.chat.completions.create(model="chatty", messages=SAY, max_tokens=5)
+        assert {aliased.model, *(chunk.model for chunk in chunks)} == {"chat"}
         text = await client.completions.create(model="chat", prompt="once", max_tokens=5)
         assert text.choices[0].text
         response = await client.responses.create(model="chat", input="once", max_output_tokens=5)
@@ -307,7 +313,7 @@ async def test_hundreds_of_requests_pass_over_kept_connections(stead: Herd) -> N
 
 async def test_c28_a_client_that_leaves_stops_the_work(stead: Herd) -> None:
     """Leave after the first event of a long answer: the engine stops computing, the claim goes back."""
-    body = {"model": "chat", "prompt": "once", "max_tokens": 2000, "stream": True}
+    body = {**LONG, "max_tokens": 2000}
     async with stead.client() as client:
         await client.post("/tokenize", json={"model": "chat", "content": "load"})
         async with await stead.direct("chat") as engine:

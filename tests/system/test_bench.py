@@ -4,7 +4,7 @@ import json
 import os
 
 from bench.plan import Plan
-from bench.report import to_json, to_markdown
+from bench.report import added_sections, to_json, to_markdown
 from bench.results import Results, at_most, below
 from bench.run import measure
 from llamastead.up.processes import descendants_of
@@ -42,7 +42,8 @@ ROWS = {
 async def test_one_small_run_gives_every_figure_of_router_and_llamastead() -> None:
     """All is started, measured and stopped once: positive figures for both, and no process is left."""
     before = descendants_of(os.getpid(), set())
-    results = await measure(TINY)
+    results = Results()
+    await measure(TINY, results)
     assert results.figures.keys() >= ROWS
     for name, figure in results.figures.items():
         medians = figure.medians
@@ -53,7 +54,10 @@ async def test_one_small_run_gives_every_figure_of_router_and_llamastead() -> No
             assert medians["router"] > 0, name
     assert not [remark for remark in results.remarks if "failed" in remark or "answered" in remark]
     assert json.loads(to_json(results))["figures"][0]["medians"].keys() >= {"direct", "router", "llamastead"}
-    assert "| cold start: request to answer |" in to_markdown(results, "2026-01-01")
+    page = to_markdown(results, "2026-01-01")
+    assert "| cold start: request to answer |" in page
+    assert added_sections(page) == ""
+    assert added_sections(page + "\n## Notes\n\nStays.\n") == "\n## Notes\n\nStays.\n"
     assert descendants_of(os.getpid(), set()) <= before
 
 

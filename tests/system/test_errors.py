@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from herd import QUICK, Herd, free_port, herd, until
+from herd import PATIENCE_S, QUICK, Herd, free_port, herd, until
 from tiny import stub_engine
 
 from llamastead.supervisor.engine import find_engine
@@ -34,6 +34,11 @@ model = {models}/good.gguf
 ctx-size = many
 [no-model]
 ctx-size = 512
+[newer]
+model = {models}/newer.gguf
+[no-projector]
+model = {models}/good.gguf
+mmproj = {models}/mmproj-gone.gguf
 [dies]
 model = {models}/dies.gguf
 engine = {stub}
@@ -61,6 +66,8 @@ async def stead() -> AsyncIterator[Herd]:
     async with herd(QUICK) as made:
         made.add_models("good", "dies")
         (made.models / "cut.gguf").write_bytes((made.models / "good.gguf").read_bytes()[:1000])
+        newer = (made.models / "good.gguf").read_bytes().replace(b"llama", b"zzzzz")
+        (made.models / "newer.gguf").write_bytes(newer)
         knobs = {"crash": "loading", "crash_code": 3, "crash_text": "E srv  the dog ate the weights"}
         (made.models / "dies.gguf.json").write_text(json.dumps(knobs))
         folder = made.models.parent
@@ -136,11 +143,23 @@ async def test_reads_and_forms_without_a_usable_model_are_refused_too(stead: Her
     assert await stead.counted() == {}
 
 
+async def listed_as_failed(stead: Herd, model: str) -> dict[str, Any]:
+    """Wait until a model is listed as failed, which may be an event later than its waiters are told."""
+
+    async def look() -> dict[str, Any]:
+        status = await stead.status(model)
+        return status if status.get("failed") else {}
+
+    return dict(await until(look, f"{model} to be listed as failed"))
+
+
 FAULTS = {
     "no-file": r"failed to open GGUF file '.*gone\.gguf'.*\(exit code 1\)",
     "cut": r"failed to (?:read key-value pairs|load model).*\(exit code 1\)",
     "bad-option": r'error while handling argument "--ctx-size".*\(exit code 1\)',
     "no-model": r"names no model",
+    "newer": r"unknown model architecture: 'zzzzz': this engine is older than the model; give a newer",
+    "no-projector": r"mmproj-gone\.gguf not found",
     "illegal": r"illegal instruction \(SIGILL\)",
 }
 
@@ -158,9 +177,23 @@ async def test_a_model_that_can_not_load_says_why(stead: Herd, model: str) -> No
             assert re.search(reason, error["message"]), error
             assert model in error["message"]
         await stead.nothing_counted()
-        status = await stead.status(model)
-        assert (status["value"], status["failed"]) == ("unloaded", True)
+        status = await listed_as_failed(stead, model)
+        assert status["value"] == "unloaded"
         assert re.search(reason, status["reason"]), status
+        good = await client.post("/v1/chat/completions", json={"model": "good", **CHAT})
+        assert good.status_code == 200
+    await stead.nothing_counted()
+
+
+async def test_c118_a_missing_projector_is_one_clear_error_and_no_start(stead: Herd) -> None:
+    """Ask three times for a model whose projector is missing: the same words, nothing started (C118)."""
+    async with stead.client() as client:
+        request = {"model": "no-projector", **CHAT}
+        answers = [await client.post("/v1/chat/completions", json=request) for _ in range(3)]
+        messages = {refusal(answer, 500)["message"] for answer in answers}
+        assert len(messages) == 1
+        assert "mmproj-gone.gguf not found" in messages.pop()
+        assert (await client.get("/logs/no-projector")).status_code == 404  # its engine never ran
         good = await client.post("/v1/chat/completions", json={"model": "good", **CHAT})
         assert good.status_code == 200
     await stead.nothing_counted()
@@ -180,7 +213,7 @@ async def test_a_child_that_dies_at_start_is_told_to_all_who_wait_with_its_last_
     starts = (stead.models / "dies.gguf.journal").read_text().count('"event": "start"')
     assert starts == 2
     assert "the dog ate the weights" in page
-    assert (await stead.status("dies"))["exit_code"] == 3
+    assert (await listed_as_failed(stead, "dies"))["exit_code"] == 3
     await stead.nothing_counted()
 
 
@@ -196,14 +229,19 @@ async def test_a_redis_that_is_not_there_is_told_at_start(role: str) -> None:
         assert started.process is not None
         if role == "gateway":
             # It may come up before its Redis does: it says that it is not ready and goes on trying.
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port[1]}") as client:
-                assert (await client.get("/healthz")).status_code == 200
+            address = f"http://127.0.0.1:{port[1]}"
+            async with httpx.AsyncClient(base_url=address, timeout=PATIENCE_S) as client:
+
+                async def lives() -> bool:
+                    return (await client.get("/healthz")).status_code == 200
+
+                await until(lives, "the gateway")
                 assert (await client.get("/readyz")).status_code == 503
                 refused = await client.post("/v1/chat/completions", json={"model": "good", **CHAT})
                 assert refusal(refused, 503)["type"] == "unavailable_error"
                 assert int(refused.headers["retry-after"]) > 0
         else:
-            assert await asyncio.wait_for(started.process.wait(), 15) == 1
+            assert await asyncio.wait_for(started.process.wait(), PATIENCE_S) == 1
         said = started.output()
     assert "s3cret" not in said
     assert "Traceback" not in said
@@ -252,7 +290,7 @@ async def test_a_broken_preset_or_option_is_told_at_start() -> None:
         preset.write_text("[a]\nfrobnicate = 1\n")
         process = await made.role("up", "up", "--port", "0", "--models-preset", str(preset))
         assert process.process is not None
-        assert await asyncio.wait_for(process.process.wait(), 15) == os.EX_CONFIG
+        assert await asyncio.wait_for(process.process.wait(), PATIENCE_S) == os.EX_CONFIG
         assert re.search(r"broken\.ini:2: .*frobnicate", process.output())
         assert "Traceback" not in process.output()
 

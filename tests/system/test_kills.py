@@ -1,6 +1,7 @@
 """What happens to answers when a process of the herd dies: real processes, mostly the real engine."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from herd import KEYS, Herd, herd, instance_pids, processes_naming, until
 from inside import (
     DONE,
     QUICK,
+    Stream,
     apart,
     ask,
     is_alive,
@@ -34,6 +36,7 @@ from inside import (
     waits,
 )
 
+from llamastead.shared.addresses import UnixAddress
 from llamastead.supervisor.health import refuses
 from llamastead.supervisor.holder_record import Record, read_record
 
@@ -54,8 +57,37 @@ async def test_r17_supervisor_killed_during_a_stream_is_not_noticed() -> None:
         assert instance_pids(made.run_dir) == [int(before["pid"])]
         async with made.client() as client:
             assert (await served(client, "a")).headers["x-llamastead-instance"] == before["id"]
-        # The holder read the pipes all the time: what the engine said meanwhile is in its log.
-        assert "stop processing" in (made.run_dir / "logs" / "a.log").read_text()
+        # The holder read the pipes all the time: what the engine said meanwhile comes into its log.
+        log = made.run_dir / "logs" / "a.log"
+        await until(lambda: "stop processing" in log.read_text(), "what the engine said")
+        await made.nothing_counted()
+
+
+async def test_c43_three_models_and_two_streams_outlive_their_supervisor() -> None:
+    """KILL the supervisor with three models loaded, two of them streaming: gateways answer, both streams end
+    whole, the next one finds the same three processes, and holds each of them once.
+    """
+    async with herd(QUICK) as made:
+        await made.up(*real(made, "a", "b", "c"))
+        async with made.client() as client, streaming(made, "a") as one, streaming(made, "b") as two:
+            await served(client, "c")
+            before, old = {name: await ready(made, name) for name in "abc"}, await leader(made)
+            kill(int(old["pid"]))
+            assert (await client.get("/models")).status_code == 200
+            await served(client, "c")
+            await next_leader(made, old["number"])
+            for stream in (one, two):
+                assert (await stream.rest()).endswith(DONE)
+            after = {name: await ready(made, name) for name in "abc"}
+            assert {n: f["pid"] for n, f in after.items()} == {n: f["pid"] for n, f in before.items()}
+            assert sorted(instance_pids(made.run_dir)) == sorted(int(f["pid"]) for f in before.values())
+
+            async def held() -> bool:
+                props = (await client.get("/props")).json()["llamastead"]
+                return sorted(props["devices"]["host"]["held"]) == ["a", "b", "c"]
+
+            await until(held, "the device's account to name all three")
+        assert [await loads(made, name) for name in "abc"] == [1, 1, 1]
         await made.nothing_counted()
 
 
@@ -126,48 +158,69 @@ async def test_c52_kill_of_all_but_the_holders_leaves_no_engine() -> None:
             await ready(made, "a")
             assert len(instance_pids(made.run_dir)) == 2
             roles = [pid for pid, line in programs_of(up.pid).items() if " -m llamastead " in line]
-            for pid in (up.pid, *roles):
-                kill(pid)
+            kill(up.pid)
+            for pid in roles:
+                with contextlib.suppress(ProcessLookupError):  # a job's, which was over
+                    kill(pid)
             with pytest.raises(httpx.HTTPError):
                 await stream.rest()
-        await until(lambda: not processes_naming(made.run_dir), "all processes to end", 15)
+        await until(lambda: not processes_naming(made.run_dir), "all processes to end")
         assert list((made.run_dir / "i").iterdir()) == []
 
 
 async def test_c165_gateway_killed_with_running_and_waiting_requests() -> None:
-    """KILL one of two gateways: what it held and waited for ends in two passes; the other's goes on."""
-    async with apart() as made:
-        await made.role("s1", "supervisor", *real(made, "a", "b", "c"), "--models-max", "2")
+    """KILL one of two gateways with ten requests running and twenty waiting: what it held and waited for ends
+    in two passes, its model makes room; the other gateway's stream goes on.
+    """
+    async with apart() as made, contextlib.AsyncExitStack() as stack:
+        gate = made.models / "gate"
+        words = stubbed(made, "a", "b", "c", token_gate=str(gate))
+        (made.models / "c.gguf.json").write_text("{}")
+        await made.role("s1", "supervisor", *words, "--parallel", "10", "--models-max", "2")
         await made.gateway("g1")
         doomed = await made.gateway("g2")
-        async with (
-            streaming(made, "a", 0) as stays,
-            streaming(made, "b", 1) as dies,
-            made.client(1) as other,
-            made.redis() as redis,
-        ):
-            a, b = await ready(made, "a"), await ready(made, "b")
-            (doomed_id,) = await leases(made, b["id"])
-            lost = asyncio.create_task(other.post("/v1/completions", json=ask("c")))
-            await until(lambda: waits(made, "c"), "the ticket for c")
-            await doomed.signal(signal.SIGKILL)
-            for cut in (lost, dies.rest()):
-                with pytest.raises(httpx.HTTPError):
-                    await cut
+        one, two = [await stack.enter_async_context(made.client(number)) for number in (0, 1)]
+        redis = await stack.enter_async_context(made.redis())
+        stays = await begun(stack, one, "a")
+        dying = [await begun(stack, two, "b") for _ in range(10)]
+        a, b = await ready(made, "a"), await ready(made, "b")
+        (doomed_id,) = await leases(made, b["id"])
+        lost = [asyncio.create_task(two.post("/v1/completions", json=ask("c"))) for _ in range(20)]
 
-            async def swept() -> bool:
-                return await redis.zscore(KEYS.gateways, doomed_id) is None
+        async def enrolled() -> bool:
+            return int(await redis.hlen(KEYS.tickets("c"))) == 20
 
-            await until(swept, "the sweep")
-            assert not await leases(made, b["id"])
-            assert not await waits(made, "c")
-            assert "gateway is silent" in made.roles["s1"].output()
-            assert list(await leases(made, a["id"])) != [doomed_id]
-            async with made.client(0) as client:
-                await served(client, "c")  # in b's room, while the stream of a runs
-            assert (await stays.rest()).endswith(DONE)
+        await until(enrolled, "twenty tickets for c")
+        about = (await two.get("/readyz")).json()
+        assert (about["in_flight"], about["waiting"]) == (10, 20)
+        await doomed.signal(signal.SIGKILL)
+        for cut in (*lost, *(stream.rest() for stream in dying)):
+            with pytest.raises(httpx.HTTPError):
+                await cut
+
+        async def swept() -> bool:
+            return await redis.zscore(KEYS.gateways, doomed_id) is None
+
+        await until(swept, "the sweep")
+        assert not await leases(made, b["id"])
+        assert not await waits(made, "c")
+        assert "gateway is silent" in made.roles["s1"].output()
+        assert list(await leases(made, a["id"])) != [doomed_id]
+        await served(one, "c")  # in b's room, while the stream of a runs
+        gate.touch()
+        assert (await stays.rest()).endswith(DONE)
         assert (await ready(made, "a"))["id"] == a["id"]
         await made.nothing_counted()
+
+
+async def begun(stack: contextlib.AsyncExitStack, client: httpx.AsyncClient, model: str) -> Stream:
+    """Return a stream that has begun, and is closed with the stack."""
+    body = ask(model, stream=True)
+    answer = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=body))
+    assert answer.status_code == 200, await answer.aread()
+    stream = Stream(answer)
+    await stream.first()
+    return stream
 
 
 async def test_holder_killed_takes_its_engine_along() -> None:
@@ -197,7 +250,7 @@ async def test_holder_told_to_stop_from_outside_finishes_while_others_wait() -> 
             async with streaming(made, "a") as stream:
                 before = await ready(made, "a")
                 os.kill(recorded(made, before["id"]).holder_pid, signal.SIGTERM)
-                await until(lambda: refuses(made.run_dir / "i" / before["id"] / "e.sock"), "it to turn away")
+                await until(lambda: turned_away(made, before["id"]), "it to turn away")
                 waiting = asyncio.ensure_future(served(client, "a"))
                 await until(lambda: waits(made, "a"), "a request to wait")
                 assert (await stream.rest()).endswith(DONE)
@@ -216,10 +269,15 @@ async def test_engine_told_to_stop_from_outside_turns_nobody_away() -> None:
         async with streaming(made, "a"), made.client() as client:
             before = await ready(made, "a")
             os.kill(recorded(made, before["id"]).engine_pid, signal.SIGTERM)
-            await until(lambda: refuses(made.run_dir / "i" / before["id"] / "e.sock"), "it to turn away")
+            await until(lambda: turned_away(made, before["id"]), "it to turn away")
             await served(client, "a")
         assert (await ready(made, "a"))["id"] != before["id"]
         await made.nothing_counted()
+
+
+async def turned_away(made: Herd, instance: str) -> bool:
+    """Return whether nobody listens at an instance's socket any more."""
+    return await refuses(UnixAddress(str(made.run_dir / "i" / instance / "e.sock")))
 
 
 def recorded(made: Herd, instance: str) -> Record:
@@ -240,7 +298,7 @@ async def test_valkey_killed_leaves_streams_alone() -> None:
             await served(client, "a")  # this gateway holds a lease: no Redis is asked
             await next_leader(made, old["number"])
             await served(client, "b")
-            assert await leases(made, before["id"])  # asserted again by the gateway
+            await until(lambda: leases(made, before["id"]), "the lease to be asserted again by the gateway")
             assert (await stream.rest()).endswith(DONE)
         after = await ready(made, "a")
         assert (after["pid"], await loads(made, "a")) == (before["pid"], 1)
@@ -264,7 +322,8 @@ async def test_c52_signal_to_up_ends_everything_in_time(number: signal.Signals) 
                     pass
             assert await ended == 0, up.output()[-2000:]
             assert time.monotonic() - began < 3 * stop_timeout  # a guard: the machine may be busy
-        assert processes_naming(made.run_dir) == []
+        # A holder that is told to leave is nobody's child: it goes at once, and nobody waits for that.
+        await until(lambda: not processes_naming(made.run_dir), "the last holder to leave")
         assert sockets_below(made.run_dir) == []
         assert list((made.run_dir / "i").iterdir()) == []
 

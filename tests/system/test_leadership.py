@@ -20,7 +20,7 @@ from inside import (
     stubbed,
 )
 
-LEADER_TTL_S = 3.0
+LEADER_TTL_S = 10.0
 
 
 async def roles_and_gateway(made: Herd, *names: str, arguments: list[str]) -> None:
@@ -36,16 +36,16 @@ def name_of(made: Herd, pid: str) -> str:
 
 
 async def test_usr1_leaves_the_models_to_the_next_supervisor() -> None:
-    """Send USR1 mid-stream: the supervisor is gone at once, its engine streams on, the next one adopts it."""
-    async with apart() as made:
+    """Give leads an hour and send USR1 mid-stream: the lead is given back, the engine streams on, the next
+    supervisor adopts it.
+    """
+    async with apart(QUICK | {"LLAMASTEAD_LEADER_TTL": "3600"}) as made:
         arguments = stubbed(made, "a", token_gate=str(made.models / "gate"))
         await roles_and_gateway(made, "s1", arguments=arguments)
         async with streaming(made, "a") as stream:
             before, old = await ready(made, "a"), await leader(made)
-            began = time.monotonic()
             assert await made.roles["s1"].signal(signal.SIGUSR1) == 0
             assert await leader(made) == {}  # resigned: nobody waits for a time-out
-            assert time.monotonic() - began < LEADER_TTL_S
             await made.role("s2", "supervisor", *arguments)
             await next_leader(made, old["number"])
             assert instance_pids(made.run_dir) == [int(before["pid"])]
@@ -75,17 +75,21 @@ async def test_a_dead_leader_of_the_run_folder_is_followed_at_once() -> None:
 
 async def test_c175_standbys_take_over_within_the_lead_of_the_dead() -> None:
     """Start three at once: one leads. KILL the leader twice: another leads within the time-out, no reload."""
-    async with apart() as made:
+    async with apart(QUICK | {"LLAMASTEAD_LEADER_TTL": str(LEADER_TTL_S)}) as made:
         await roles_and_gateway(made, "s1", "s2", "s3", arguments=stubbed(made, "a"))
         async with made.client() as client:
             await served(client, "a")
             before = await ready(made, "a")
-            for left in (2, 1):
+
+            def leads() -> int:
+                return "".join(role.output() for role in made.roles.values()).count(" leading ")
+
+            for turn, left in ((2, 2), (3, 1)):
                 old = await leader(made)
                 began = time.monotonic()
                 kill(int(old["pid"]))
                 new = await next_leader(made, old["number"])
-                assert time.monotonic() - began < LEADER_TTL_S * 2  # to adopt included
+                assert time.monotonic() - began < LEADER_TTL_S  # to adopt included
                 assert int(new["number"]) == int(old["number"]) + 1
                 running = [
                     role
@@ -95,11 +99,7 @@ async def test_c175_standbys_take_over_within_the_lead_of_the_dead() -> None:
                 assert len(running) == left
                 assert int(new["pid"]) in {role.pid for role in running}
                 await served(client, "a")
-
-        def leads() -> int:
-            return "".join(role.output() for role in made.roles.values()).count(" leading ")
-
-        await until(lambda: leads() >= 3, "the third to say that it leads")
+                await until(lambda turn=turn: leads() >= turn, "it to say that it leads")
         assert leads() == 3  # one at a time: nobody led in between
         assert started(made, "a") == [int(before["pid"])]
 
@@ -148,5 +148,8 @@ async def test_term_to_a_standby_ends_only_itself() -> None:
             (standby,) = {"s1", "s2"} - {name_of(made, leads["pid"])}
             assert await made.roles[standby].signal(signal.SIGTERM) == 0
             await served(client, "a")
-            assert await ready(made, "a") | {"last_used_ms": ""} == before | {"last_used_ms": ""}
+            after = await ready(made, "a")
+            # What it does and takes is noted whenever that is known, not its life.
+            lasting = ("id", "pid", "nonce", "epoch", "state_revision", "started_ms", "ready_ms")
+            assert [after[name] for name in lasting] == [before[name] for name in lasting]
             assert (await leader(made))["number"] == leads["number"]

@@ -1,5 +1,6 @@
 """A preset as guides show it, served word for word; what reaches its engines is read from their processes."""
 
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -57,9 +58,6 @@ api-prefix = /elsewhere
 SURROUNDINGS = {
     "LLAMA_ARG_HOST": "127.0.0.1",
     "LLAMA_ARG_PORT": "18765",
-    "LLAMA_ARG_SSL_KEY_FILE": "/no/key.pem",
-    "LLAMA_ARG_SSL_CERT_FILE": "/no/cert.pem",
-    "LLAMA_ARG_API_PREFIX": "/elsewhere",
     "LLAMA_ARG_MODELS_MAX": "5",
     "LLAMA_ARG_MODEL": "/no/such.gguf",
     "LLAMA_ARG_ALIAS": "everybody",
@@ -159,7 +157,8 @@ async def test_c96_c97_router_variables_do_not_reach_the_engine(stead: Herd) -> 
     assert len(keys) == 2
     assert "a-key-of-the-gateway" not in keys
     for pid in processes_naming(stead.run_dir):
-        assert not any(key in word for key in keys for word in words_of(pid))
+        with contextlib.suppress(OSError):  # a job's, which was over
+            assert not any(key in word for key in keys for word in words_of(pid))
 
 
 async def test_c156_a_section_does_not_open_its_engine_to_others(stead: Herd) -> None:

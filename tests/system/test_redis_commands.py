@@ -1,6 +1,7 @@
 """The ten commands of docs/redis.md, as they stand there, on a herd at work: by redis-cli and without one."""
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -68,9 +69,10 @@ async def scene() -> AsyncIterator[Scene]:
         made.add_models("tiny", "waiting", "broken")
         gate = made.models / "gate"
         (made.models / "tiny.gguf.json").write_text(f'{{"token_gate": "{gate}"}}')
+        fault = {"crash": "loading", "crash_text": "gguf_init_from_file: failed to open GGUF file 'x' (gone)"}
+        (made.models / "broken.gguf.json").write_text(json.dumps(fault))
         engine = str(stub_engine(made.models.parent))
         await made.up("--models-dir", str(made.models), "--models-max", "1", "--engine", engine)
-        (made.models / "broken.gguf").unlink()
         set_up = Scene(made)
         async with made.client() as client:
             failed = await client.post("/v1/chat/completions", json={"model": "broken", **CHAT})
@@ -82,11 +84,11 @@ async def scene() -> AsyncIterator[Scene]:
                     client.post("/v1/chat/completions", json={"model": "waiting", **CHAT})
                 )
 
-                async def reason() -> bool:
-                    async with made.redis() as redis:
-                        return bool(await redis.hget("llamastead:model:waiting", "wait_reason"))
+                async def busy() -> bool:
+                    async with made.redis() as redis:  # before that, it may wait for its measurement
+                        return bool(await redis.hget("llamastead:model:waiting", "wait_reason") == "busy")
 
-                await until(reason, "a reason why it waits")
+                await until(busy, "it to wait for tiny")
                 set_up.known["instance"] = (await made.instance("tiny"))["id"]
                 set_up.known["gateway"] = (await client.get("/readyz")).json()["gateway"]
                 yield set_up

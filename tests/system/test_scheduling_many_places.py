@@ -14,8 +14,8 @@ from pair import DONE, Pair, pair, sections
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-UNLOAD_AFTER_S = 1.5
-QUEUE_TIMEOUT_S = 4.0
+UNLOAD_AFTER_S = 2.0
+QUEUE_TIMEOUT_S = 8.0
 PRESET = (
     sections("a", "b", "c")
     + sections("silent", "chatty", unload_after=str(UNLOAD_AFTER_S))
@@ -46,29 +46,32 @@ async def test_c15_c16_c79_only_inference_counts_and_its_end_starts_the_clock(bo
     (C16), and a sleeper whose metrics are scraped all the time (C79); each goes when it is due, not before.
     """
 
-    async def unloaded(model: str, since: float, after_s: float) -> None:
-        status = await both.state(model, "stopped", patience_s=after_s + 5)
+    async def unloaded(model: str, busy_s: float, after_s: float) -> None:
+        """Wait for its end, which comes so long after the last request, which took `busy_s` at least."""
+        status = await both.state(model, "stopped", patience_s=after_s + 15)
         assert status["end_class"] == "idle"
-        assert time.monotonic() - since >= after_s * 0.9
+        last = max(entry["t"] for entry in both.journal(model) if entry["event"] == "request")
+        (told,) = [entry["t"] for entry in both.journal(model) if entry["event"] == "exit_line"]
+        assert told - last - busy_s >= after_s * 0.9
 
     async def silent() -> None:
         both.knobs("silent", prompt_seconds=2 * UNLOAD_AFTER_S)
         async with both.stream("silent", 0) as stream:
             assert (await stream.rest()).endswith(DONE)
-        await unloaded("silent", time.monotonic(), UNLOAD_AFTER_S)
+        await unloaded("silent", 2 * UNLOAD_AFTER_S, UNLOAD_AFTER_S)
 
     async def chatty() -> None:
         both.knobs("chatty", token_seconds=UNLOAD_AFTER_S / 4)
         first = await both.chat("chatty", 0, tokens=8)
-        await asyncio.sleep(UNLOAD_AFTER_S / 2)  # a person reads
+        await asyncio.sleep(UNLOAD_AFTER_S / 4)  # a person reads
         second = await both.chat("chatty", 1, tokens=1)
         ids = [answer.headers["x-llamastead-instance"] for answer in (first, second)]
         assert (ids[0] == ids[1], second.headers["x-llamastead-path"]) == (True, "hot")
-        await unloaded("chatty", time.monotonic(), UNLOAD_AFTER_S)
+        await unloaded("chatty", 0.0, UNLOAD_AFTER_S)
 
     async def scraped() -> None:
         await both.chat("sleeper", 0)
-        used, seen = time.monotonic(), set()
+        seen = set()
 
         async def look() -> bool:
             for path in ("/metrics", "/props", "/slots", "/lora-adapters"):
@@ -80,8 +83,10 @@ async def test_c15_c16_c79_only_inference_counts_and_its_end_starts_the_clock(bo
             assert status["asleep"] == (status["value"] == "sleeping")
             return status["state"] == "stopped"
 
-        await until(look, "the sleeper unloaded", 12)
-        assert 4 * 0.9 <= time.monotonic() - used < 4 * 5
+        await until(look, "the sleeper unloaded", 4 * 5)
+        (used,) = [entry["t"] for entry in both.journal("sleeper") if entry["event"] == "request"]
+        (told,) = [entry["t"] for entry in both.journal("sleeper") if entry["event"] == "exit_line"]
+        assert 4 * 0.9 <= told - used < 4 * 5
         assert {"ready", "sleeping"} <= seen, seen
         assert "waking" not in seen, seen
         assert both.events("sleeper").count("ready") == 1, "a read woke it"
@@ -143,7 +148,8 @@ async def test_c25_a_hung_engine_hurts_only_its_own_requests(both: Pair) -> None
     its requests end in an error, and it serves again.
     """
     await asyncio.gather(both.chat("a"), both.chat("b"))
-    os.kill(int((await both.made.instance("a"))["pid"]), signal.SIGSTOP)
+    hung = int((await both.made.instance("a"))["pid"])
+    os.kill(hung, signal.SIGSTOP)
     stuck = [asyncio.create_task(both.ask("a", k % 2)) for k in range(50)]
     began = time.monotonic()
     for k in range(10):
@@ -154,11 +160,12 @@ async def test_c25_a_hung_engine_hurts_only_its_own_requests(both: Pair) -> None
     failed = [answer.json()["error"] for answer in answers if answer.status_code == 502]
     assert failed
     assert all("the model's server gave no answer" in error["message"] for error in failed)
-    ended = (await both.told("status", model="a", end_class="crashed"))[-1]
-    assert "did not answer /health 3 times" in ended["reason"]
+    # Its requests end before its process has.
+    ended = await until(lambda: both.told("status", model="a", end_class="crashed"), "its end to be told")
+    assert "did not answer /health 3 times" in ended[-1]["reason"]
     await both.chat("a", 1)
-    for mark in both.cut():
-        mark.unlink()  # it was stopped while it served, and rightly so
+    # It may have been stopped while it served, and rightly so.
+    both.file("a", f"serving.{hung}").unlink(missing_ok=True)
     await both.settled()
 
 
@@ -168,7 +175,7 @@ async def test_c34_a_killed_engine_is_noticed_and_loaded_once(both: Pair) -> Non
     await both.made.nothing_counted()
     loads = await both.loads("a")
     os.kill(int((await both.made.instance("a"))["pid"]), signal.SIGKILL)
-    status = await both.state("a", "failed", patience_s=3)
+    status = await both.state("a", "failed")
     assert (status["value"], status["end_class"]) == ("unloaded", "killed")
     await asyncio.gather(*(both.chat("a", k % 2) for k in range(3)))
     assert await both.loads("a") == loads + 1
@@ -245,8 +252,8 @@ async def test_c160_c162_waiting_is_bounded_in_number_and_age(both: Pair) -> Non
 async def test_r4_ready_is_never_seen_without_the_claim_of_who_waited(both: Pair) -> None:
     """Look at state and leases in one transaction, over and over, while a load with a waiting stream ends."""
     await both.clear("a")
-    gate = both.file("a", "gate")
-    both.knobs("a", load_seconds=0.3, token_gate=str(gate))
+    gate, loaded = both.file("a", "gate"), both.file("a", "loaded")
+    both.knobs("a", load_gate=str(loaded), token_gate=str(gate))
     looks: list[tuple[str, int]] = []
 
     async def stream() -> bytes:
@@ -263,6 +270,8 @@ async def test_r4_ready_is_never_seen_without_the_claim_of_who_waited(both: Pair
                 both_at_once.hlen(KEYS.leases(instance))
                 state, leases = await both_at_once.execute()
             looks.append((state, leases))
+            if state == "loading":
+                loaded.touch()
             return sum(state == "ready" for state, _ in looks) > 20
 
         await until(look, "twenty looks at the ready model")

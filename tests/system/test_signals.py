@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from herd import Herd, herd, instance_pids, processes_naming, until
+from herd import KEYS, Herd, herd, instance_pids, processes_naming, until
 from tiny import tiny_model
 
 
@@ -12,6 +12,17 @@ async def names(made: Herd) -> list[str]:
     """Return the ids in GET /models."""
     async with made.client() as client:
         return [entry["id"] for entry in (await client.get("/models")).json()["data"]]
+
+
+async def at_rest(made: Herd) -> bool:
+    """Return whether `a` is measured and the worker idle: until then processes of its jobs come and go."""
+    async with made.client() as client:
+        memory = (await client.get("/v1/models/a")).json().get("memory") or {}
+    async with made.redis() as redis:
+        workers = await redis.zrange(KEYS.workers, 0, -1)
+        states = [await redis.hget(KEYS.worker(name), "state") for name in workers]
+        under_way = await redis.zcard(KEYS.jobs)
+    return (memory.get("source"), states, under_way) == ("measured", ["idle"], 0)
 
 
 async def test_c111_sighup_ends_none_of_our_processes(tmp_path: Path) -> None:
@@ -22,6 +33,7 @@ async def test_c111_sighup_ends_none_of_our_processes(tmp_path: Path) -> None:
         async with made.client() as client:
             answer = await client.post("/completion", json={"model": "a", "prompt": "x", "n_predict": 1})
             assert answer.status_code == 200
+        await until(lambda: at_rest(made), "the worker to be done")
         engines = instance_pids(made.run_dir)
         ours = [up.pid, *(pid for pid in processes_naming(made.run_dir) if pid not in {*engines, up.pid})]
         assert len(engines) == 1

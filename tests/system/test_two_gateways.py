@@ -161,7 +161,7 @@ async def test_c45_a_lost_event_is_made_good_by_the_next_look(apart: Herd) -> No
             entry = (await two.get("/v1/models/first")).json()
             return bool(entry["status"]["value"] == "loaded")
 
-        await until(converged, "first loaded at the paused gateway", 5 * float(QUICK["LLAMASTEAD_REREAD"]))
+        await until(converged, "first loaded at the paused gateway")
 
 
 async def test_the_worker_reads_what_the_supervisor_asked_for(apart: Herd) -> None:

@@ -4,12 +4,8 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import time
-import zlib
-from base64 import b64decode
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,76 +13,23 @@ import pytest
 import redis as blocking
 from tiny import tiny_model
 from valkey_server import start_valkey
+from worker_kit import KEYS, Worker, opened, until
 
 from llamastead.shared.jobs import MEASURE, Jobs, file_identity, import_rq
 from llamastead.shared.store.connect import connect
 from llamastead.shared.store.gateway import GatewayStore
-from llamastead.shared.store.keys import Keys
-
-KEYS = Keys("llamastead:")
-PROGRAM = (
-    "import sys; from llamastead.measure_worker.main import run;"
-    "from llamastead.shared.settings import Settings; sys.exit(run(Settings()))"
-)
-
-
-def until(found: Callable[[], Any], what: str, seconds: float = 20) -> Any:
-    """Return the first true value of `found`."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, f"no {what} after {seconds} s"
-        time.sleep(0.02)
-    return value
-
-
-def opened(fifo: Path) -> int | None:
-    """Return the writing end of a pipe, None while nobody reads it."""
-    try:
-        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-
-
-class Worker:
-    """A worker process and a look into its Redis."""
-
-    def __init__(self, folder: Path) -> None:
-        self.url = f"unix://{folder}/valkey.sock"
-        self.redis = blocking.Redis(unix_socket_path=f"{folder}/valkey.sock", decode_responses=True)
-        self.log = folder / "worker.log"
-        environ = os.environ | {
-            "LLAMASTEAD_REDIS_URL": self.url,
-            "LLAMASTEAD_RUN_DIR": str(folder),
-            "LLAMASTEAD_HOST_ID": "here",
-        }
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM], env=environ, stderr=log, stdout=log, cwd=folder
-            )
-
-    def state(self) -> str | None:
-        names = self.redis.zrange(KEYS.workers, 0, -1)
-        return self.redis.hget(KEYS.worker(names[0]), "state") if names else None
-
-    def failed(self, job: str) -> str | None:
-        """Return why a job failed, None while it has not."""
-        if self.redis.hget(f"{KEYS.rq}:job:{job}", "status") != "failed":
-            return None
-        results = self.redis.xrange(f"{KEYS.rq}:results:{job}")
-        return zlib.decompress(b64decode(results[-1][1]["exc_string"])).decode()
+from llamastead.shared.words import JobState
 
 
 @pytest.fixture
 def worker(short_tmp: Path) -> Iterator[Worker]:
+    """A worker that waits for jobs."""
     server = start_valkey(short_tmp, "--save", "")
-    worker = Worker(short_tmp)
+    made = Worker(short_tmp)
     try:
-        until(lambda: worker.state() == "idle", "idle worker")
-        yield worker
+        yield made.ready()
     finally:
-        worker.process.kill()
-        worker.process.wait(10)
-        worker.redis.close()
+        made.end()
         server.terminate()
         server.wait(10)
 
@@ -131,15 +74,22 @@ async def test_unreadable_file_is_an_outcome(worker: Worker, tmp_path: Path) -> 
 
 
 async def test_the_same_job_is_queued_once(short_tmp: Path, tmp_path: Path) -> None:
-    """Without a worker, ask twice for the same: the second is refused, the limits stand in the record."""
+    """C189: without a worker, ask twice for the same: the second is refused; the record names the limit.
+
+    It is on silence. RQ's own, which is on the whole, is off.
+    """
     server = start_valkey(short_tmp, "--save", "")
     client = blocking.Redis(unix_socket_path=f"{short_tmp}/valkey.sock")
     jobs = Jobs(f"unix://{short_tmp}/valkey.sock", KEYS)
     try:
         assert await jobs.read_metadata("m", tmp_path / "m.gguf", None, "id1")
         assert not await jobs.read_metadata("m", tmp_path / "m.gguf", None, "id1")
+        record = await jobs.record("metadata-id1")
+        assert record is not None
+        assert (record.state, record.stall_s, record.model) == (JobState.QUEUED, 60, "m")
+        assert client.ttl(KEYS.job("metadata-id1")) > 0
         limits = client.hmget(f"{KEYS.rq}:job:metadata-id1", "timeout", "result_ttl", "failure_ttl")
-        assert limits == [b"60", b"0", b"60"]
+        assert limits == [b"-1", b"0", b"60"]
         assert client.ttl(f"{KEYS.rq}:job:metadata-id1") > 0
         assert all(name.startswith(KEYS.prefix.encode()) for name in client.keys("*"))
     finally:
@@ -160,6 +110,22 @@ def test_no_name_in_redis_is_imported(worker: Worker) -> None:
     enqueue(worker, "system", "os.system", args=("true",))
     assert "none of read_metadata" in until(lambda: worker.failed("system"), "failure")
     assert not (folder / "sprung").exists()
+    assert worker.process.poll() is None
+
+
+def test_no_address_in_redis_is_called(worker: Worker) -> None:
+    """Queue a job with a webhook for its failure: it fails, and so does the next one; nobody was called."""
+    rq = import_rq(KEYS)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        hooks = [rq.webhook.Webhook(url, word, timeout=1) for word in ("failed", "finished")]
+        enqueue(worker, "calls", "no.such", webhooks=hooks)
+        until(lambda: worker.failed("calls"), "failure")
+        enqueue(worker, "next", "no.such")
+        until(lambda: worker.failed("next"), "failure")
+        with pytest.raises(BlockingIOError):
+            listener.accept()
     assert worker.process.poll() is None
 
 
@@ -201,18 +167,22 @@ def test_stops_when_asked_and_is_gone_from_the_list(worker: Worker) -> None:
     assert not worker.redis.keys(f"{KEYS.prefix}worker:*")
 
 
-def test_term_waits_for_the_job_at_hand(worker: Worker, tmp_path: Path) -> None:
+async def test_term_waits_for_the_job_at_hand(worker: Worker, tmp_path: Path) -> None:
     """Ask it to stop while a job hangs on its file: the job ends first, then it, with code 0."""
     model, fifo = tiny_model(tmp_path / "tiny.gguf", 1), tmp_path / "mmproj.gguf"
     os.mkfifo(fifo)
-    arguments = {"model": "m", "path": str(model), "mmproj": str(fifo), "identity": "id1"}
-    enqueue(worker, "slow", "read_metadata", kwargs=arguments)
+    jobs = Jobs(worker.url, KEYS)
+    await jobs.read_metadata("m", model, fifo, "id1")
     until(lambda: worker.state() == "busy", "busy worker")
     end = until(lambda: opened(fifo), "job that reads the pipe")
     worker.process.send_signal(signal.SIGTERM)
     os.close(end)  # the job reads on and finds an empty file
     assert worker.process.wait(20) == 0
     assert "error" in worker.redis.hgetall(KEYS.metadata("id1"))
+    record = await jobs.record("metadata-id1")
+    assert record is not None
+    assert (record.state, record.attempt) == (JobState.FAILED, 1)
+    jobs.close()
 
 
 async def test_living_workers_are_shown_and_dead_ones_forgotten(worker: Worker) -> None:
@@ -226,9 +196,7 @@ async def test_living_workers_are_shown_and_dead_ones_forgotten(worker: Worker) 
     try:
         until(lambda: "dead-1" not in worker.redis.zrange(KEYS.workers, 0, -1), "clean list")
     finally:
-        second.process.kill()
-        second.process.wait(10)
-        second.redis.close()
+        second.end()
 
 
 def test_redis_away_at_start_is_told_without_the_password(short_tmp: Path) -> None:
