@@ -46,16 +46,20 @@ class Bookkeeping:
         self._tell = tell
         self._in_use = in_use
         self._wanted = asyncio.Event()
+        # A refresh and the slices would reckon the same models twice side by side.
+        self._choosing = asyncio.Lock()
 
     async def refresh(self, names: Iterable[str] | None = None) -> None:
         """Have these models reckoned anew (None: all): those in use and a slice of the others at once, the
         rest later.
         """
         self._book.refresh(names)
-        stale = self._book.stale
-        ahead = [name for name in self._in_use() if name in stale]
-        await self._reckon(dict.fromkeys((*ahead, *itertools.islice(stale, SLICE))))
-        if stale:
+        async with self._choosing:
+            self._book.refresh(names)  # again: a slice at work has looked at what was before
+            stale = self._book.stale
+            ahead = [name for name in self._in_use() if name in stale]
+            await self._reckon(dict.fromkeys((*ahead, *itertools.islice(stale, SLICE))))
+        if self._book.stale:
             self._wanted.set()
 
     async def know(self, models: Collection[str]) -> Event | None:
@@ -77,9 +81,12 @@ class Bookkeeping:
             await self._wanted.wait()
             self._wanted.clear()
             began, count = time.monotonic(), 0
-            while names := list(itertools.islice(self._book.stale, SLICE)):
+            while self._book.stale:
                 slice_began = time.monotonic()
-                if not await self._reckon(names):
+                async with self._choosing:
+                    names = list(itertools.islice(self._book.stale, SLICE))
+                    found = await self._reckon(names)
+                if not found:
                     break  # all of them are gone, which the book is told in a moment
                 await self._show(names)
                 self._tell(RegistryChanged(self._book.specs()))
