@@ -25,6 +25,8 @@ BODY_PATIENCE_S = 60.0  # without a further byte of a body
 
 LOOK_EVERY_S = 5.0
 
+FIRST_REQUEST_S = 1.0  # a client that has just connected is about to ask, and may not ask twice
+
 LEAVING = ApiError(503, "the gateway is shutting down", retry_after=1)
 FULL = ApiError(503, "too many clients at once for this gateway", retry_after=1)
 
@@ -54,6 +56,7 @@ class EdgeProtocol(HttpToolsProtocol):
         self._in_excess = False
         self._in_head = False
         self._head_bytes = 0
+        self._leaving = False
         self._since = self.loop.time()  # the head's first byte, or the latest byte of anything else
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -81,6 +84,17 @@ class EdgeProtocol(HttpToolsProtocol):
         """Note the end of a request's head."""
         self._in_head = False
         super().on_headers_complete()
+        if self._leaving and self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def shutdown(self) -> None:
+        """Close once no answer is under way; a new connection has a moment for its first request."""
+        self._leaving = True
+        left_s = self._since + FIRST_REQUEST_S - self.loop.time()
+        if self.cycle is None and left_s > 0:
+            self.loop.call_later(left_s, super().shutdown)
+        else:
+            super().shutdown()
 
     def look(self, now: float) -> None:
         """Refuse a client that stopped sending in the middle of a request. `now` is the loop's time."""

@@ -5,12 +5,19 @@ import socket
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import uvicorn
+from byte_path_kit import proxy_for
+from gateway_kit import until
+from served_kit import gateway
 
+from llamastead.gateway import edge
 from llamastead.gateway.edge import EdgeProtocol
 from llamastead.gateway.last_call import accept_waiting
 from llamastead.gateway.runtime import Gateway
 from llamastead.gateway.server import Server
+
+ASKED = b"POST /completion HTTP/1.1\r\nHost: g\r\nContent-Length: 2\r\n\r\n{}"
 
 
 def test_everybody_in_the_queue_is_accepted_and_nobody_is_waited_for() -> None:
@@ -54,3 +61,38 @@ async def test_who_waits_in_the_queue_when_a_gateway_leaves_is_answered() -> Non
     assert ended == ["streams"]
     writer.close()
     await writer.wait_closed()
+
+
+async def test_who_has_connected_just_before_a_gateway_leaves_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ask once, connect again without asking, then have all connections shut down: the one that asked is
+    closed; the new one is answered, and closed behind the answer.
+    """
+    monkeypatch.setattr(edge, "FIRST_REQUEST_S", 3600.0)
+    async with gateway(proxy_for("unix:/nonexistent/e.sock")) as served:
+        old, new = await served.client(), await served.client()
+        await old.send(ASKED)
+        assert (await old.answer()).line.split()[1] == b"400"  # it names no model
+        await until(lambda: len(served.server.server_state.connections) == 2, "both connections")
+        for connection in list(served.server.server_state.connections):
+            connection.shutdown()
+        assert await old.rest() == b""
+        await new.send(ASKED)
+        answer = await new.answer()
+        assert (answer.line.split()[1], answer.header(b"connection")) == (b"400", [b"close"])
+        assert await new.rest() == b""
+
+
+@pytest.mark.parametrize("sent", [b"", ASKED[:10]])
+async def test_who_never_asks_keeps_no_gateway_that_leaves(
+    monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """Connect, send nothing or half a head, and have the connection shut down: it is closed in a moment."""
+    monkeypatch.setattr(edge, "FIRST_REQUEST_S", 0.05)
+    async with gateway(proxy_for("unix:/nonexistent/e.sock")) as served:
+        client = await served.client()
+        await client.send(sent)
+        await until(lambda: len(served.server.server_state.connections) == 1, "the connection")
+        served.connection().shutdown()
+        assert await client.rest() == b""
