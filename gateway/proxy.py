@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, quote
@@ -102,14 +102,15 @@ class Proxy:
             pings = self._pings(scope, send, body, model)
             if carried is None:
                 async with ClientWatch(receive, self._loop), pings as send:
-                    await self._serve(scope, send, model, body, query)
+                    with self._counting(scope, model):
+                        await self._serve(scope, send, model, body, query)
             else:
                 # Whether or not its client stays: only the answer is watched.
                 async with pings as send, carried:
                     lead = pings.end_lead if isinstance(pings, Pings) else None
-                    await self._serve(
-                        carried.renamed(scope), send, model, body, query, carried, receive, lead
-                    )
+                    renamed = carried.renamed(scope)
+                    with self._counting(renamed, model):
+                        await self._serve(renamed, send, model, body, query, carried, receive, lead)
         except ClientGone:
             log.debug("client gone", extra={"request_id": request_id(scope)})
         finally:
@@ -180,19 +181,11 @@ class Proxy:
             return None
         return NoLoad(ApiError(400, "model is not loaded", {"param": "model"}), may_wake=route.may_load)
 
-    async def _serve(
-        self,
-        scope: Scope,
-        send: Send,
-        model: CatalogModel,
-        body: Body,
-        query: dict[str, str],
-        carried: Carried | None = None,
-        receive: Receive | None = None,
-        end_lead: Callable[[HeaderList], Awaitable[int]] | None = None,
-    ) -> None:
+    @contextmanager
+    def _counting(self, scope: Scope, model: CatalogModel) -> Iterator[None]:
+        """Count what ends in an error, before a ping has made a stream's end of it."""
         try:
-            await self._serve_claimed(scope, send, model, body, query, carried, receive, end_lead)
+            yield
         except ApiError as refusal:
             self._count(scope, model, refusal.status)
             raise
@@ -205,16 +198,16 @@ class Proxy:
         if route_of(scope).use is UseKind.INFERENCE:
             self._tally.answered(model.name, status)
 
-    async def _serve_claimed(
+    async def _serve(
         self,
         scope: Scope,
         send: Send,
         model: CatalogModel,
         body: Body,
         query: dict[str, str],
-        carried: Carried | None,
-        receive: Receive | None,
-        end_lead: Callable[[HeaderList], Awaitable[int]] | None,
+        carried: Carried | None = None,
+        receive: Receive | None = None,
+        end_lead: Callable[[HeaderList], Awaitable[int]] | None = None,
     ) -> None:
         no_load = partial(self.no_load, scope, query)
         claim: Claim = await self._admission.acquire(
