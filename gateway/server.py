@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CUT_PATIENCE_S = 1.0
 KEEP_ALIVE_S = 75
+TICK_S = 1.0  # uvicorn's ten a second are half of what an idle gateway does
 
 
 class Server(uvicorn.Server):
@@ -37,18 +38,28 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
         self._gateway = gateway
+        self._leave = asyncio.Event()
         self.cut = 0
 
     def ask_stop(self) -> None:
         """Begin to leave; asked again, leave at once."""
         if self._gateway.draining.is_set():
-            self.force_exit = self.should_exit = True
+            self.force_exit = True
+            self._exit()
             return
         self._gateway.draining.set()
         asyncio.get_running_loop().call_later(self._gateway.settings.drain_wait, self._exit)
 
     def _exit(self) -> None:
         self.should_exit = True
+        self._leave.set()
+
+    async def main_loop(self) -> None:
+        """Have the header `date` written every second, until it is time to leave."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._leave.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -234,7 +234,7 @@ async def test_during_the_drain_wait_only_readiness_changes(env: Path, leader: S
             said = (await client.get("/health")).headers["date"]
 
             async def goes_on() -> bool:
-                # The server writes the time at each tenth of its ticks; where it may leave it does at once.
+                # The server writes the time every second; where it may leave it does so at once.
                 async with gateway.client() as newcomer:
                     return (await newcomer.get("/health")).headers["date"] != said
 
