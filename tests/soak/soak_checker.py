@@ -47,7 +47,8 @@ AWAY = (
     "replica_redis",
     "restart_redis",
 )
-FORGETS = ("empty_redis", "forget_redis", "restart_redis")
+# Of a clock that is set ahead it forgets what has an end.
+FORGETS = ("empty_redis", "forget_redis", "restart_redis", "jump_clock")
 # What a model takes is guessed until it is measured anew, as with other presets it is.
 UNMEASURED = (*FORGETS, "change_presets")
 GUESSES_S = 30.0

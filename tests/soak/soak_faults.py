@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import httpx
+from few_files import no_more_files
+from full_disk import full
 from herd import Role, until
 from inside import is_alive, leader
 from soak_stage import CONTEXTS, DOWNLOADS, MODELS, Stage
@@ -175,6 +177,37 @@ class Faults:
     async def hang_holder(self, fault: Injected) -> None:
         """STOP a holder for good: it must be found when it is to stop."""
         await self._strike(fault, signal.SIGSTOP, holder=True)
+
+    # What processes share: files, disk, clock
+
+    async def no_files(self, fault: Injected) -> None:
+        """Let a gateway, a supervisor or the worker open no more files for a while."""
+        role = self._pick(self._choice.choice("gsw"))
+        fault.target = role.name
+        with contextlib.suppress(ProcessLookupError), no_more_files(role.pid, self._choice.choice((0, 2, 8))):
+            fault.fired = True
+            await asyncio.sleep(self._choice.choice((0.5, 3.0)))
+
+    async def full_disk(self, fault: Injected) -> None:
+        """Leave no room in the run folder for a while, where it has a file system of its own."""
+        if not self._stage.has_disk:
+            return
+        with contextlib.suppress(AssertionError), full(self._stage.made.run_dir):
+            fault.fired = True
+            await asyncio.sleep(self._choice.choice((0.5, 3.0)))
+
+    async def jump_clock(self, fault: Injected) -> None:
+        """Set the clock of all roles and of Redis ahead or back for a while, and right again."""
+        if self._stage.clock is None:
+            return
+        seconds = self._choice.choice((-7200, -30, 30, 7200))
+        fault.target = f"{seconds:+} s"
+        async with self._stage.made.redis() as redis:
+            before = (await redis.time())[0]
+            self._stage.clock.jump(seconds)
+            fault.fired = abs((await redis.time())[0] - before - seconds) < 10
+        await asyncio.sleep(self._choice.choice((0.5, 3.0)))
+        self._stage.clock.jump(0)
 
     # The way to Redis, and Redis
 

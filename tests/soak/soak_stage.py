@@ -12,11 +12,13 @@ from pathlib import Path
 import httpx
 from fake_nvml import GIB, FakeGpu, FakeNvml, built_library
 from fault_orders import FaultOrders
+from full_disk import small_disk
 from herd import QUICK, Herd, Role, free_port, herd, until
 from hub import Hub, hub
 from tcp_proxy import TcpProxy, tcp_proxy
 from tiny import stub_engine
 from valkey_server import start_valkey
+from wall_clock import WallClock
 
 STUBS, REALS = ("stub-a", "stub-b", "stub-c", "sleeper"), ("real-a", "real-b")
 MODELS = STUBS + REALS
@@ -38,6 +40,7 @@ TOKEN_S = 0.05
 GPU_GIB = {"stub-a": 6, "stub-b": 5, "stub-c": 4, "sleeper": 3}
 GPU = FakeGpu("GPU-aaaa", "00000000:01:00.0", 12 * GIB, 12 * GIB)
 CONTEXTS = (512, 640, 768)
+RUN_FOLDER = "64m"
 VALKEY = ("--save", "", "--enable-protected-configs", "yes")
 
 
@@ -64,13 +67,14 @@ class Stage:
         models_hub: Hub,
         *,
         tcp: bool,
-        gpu: bool,
+        clock: WallClock | None,
+        disk: bool,
     ) -> None:
         self.made, self.gates, self.reigns, self.orders, self.hub = made, gates, reigns, orders, models_hub
         self.folder = made.run_dir.parent
         self.valkey: subprocess.Popen[bytes]
         self.called_off: set[str] = set()
-        self.has_gpu = gpu
+        self.clock, self.has_disk, self.has_gpu = clock, disk, clock is not None
         self.port_of = {name: free_port() for name in NAMES if name.startswith("g")}
         self.words = ["--models-preset", str(self.folder / "models.ini"), "--models-max", str(MODELS_MAX)]
         if tcp:
@@ -79,7 +83,7 @@ class Stage:
 
     def start_valkey(self) -> None:
         """Start the Valkey, with the data it saved when it was told to save."""
-        self.valkey = start_valkey(self.folder, *VALKEY)
+        self.valkey = start_valkey(self.folder, *VALKEY, env=self.clock.env if self.clock else None)
 
     async def start(self, name: str) -> Role:
         """Start a gateway, a supervisor or a worker under its name; a gateway keeps its port."""
@@ -145,15 +149,17 @@ def scripted_gpu(folder: Path) -> dict[str, str]:
 
 @contextlib.asynccontextmanager
 async def stage(*, tcp: bool = False) -> AsyncIterator[Stage]:
-    """Yield the herd, up and serving, its instances on TCP ports if `tcp`, on a GPU where a compiler is."""
-    gpu = shutil.which("cc") is not None
+    """Yield the herd, up and serving, its instances on TCP ports if `tcp`. A GPU and a clock that can be set
+    need a compiler, a run folder that can be filled needs root.
+    """
+    compiler, root = shutil.which("cc") is not None, os.geteuid() == 0
     async with herd(CLOCKS) as made, contextlib.AsyncExitStack() as stack:
         folder = made.run_dir.parent
         made.add_models(*MODELS)
         for name in STUBS:
             knobs = {"token_seconds": TOKEN_S, "load_seconds": 0.2, "fork_child": name == "stub-b"}
             knobs["memory_mib"] = {"Host": [9, 5, 2]}
-            if gpu:
+            if compiler:
                 knobs["memory_mib"]["CUDA0"] = [GPU_GIB[name] * 1024 - 100, 50, 50]
                 knobs["asleep_mib"] = 100
             (made.models / f"{name}.gguf.json").write_text(json.dumps(knobs))
@@ -161,12 +167,17 @@ async def stage(*, tcp: bool = False) -> AsyncIterator[Stage]:
         made.redis_url = f"unix://{socket}"
         ways = [await stack.enter_async_context(tcp_proxy(socket)) for _ in range(2)]
         orders = FaultOrders(folder / "orders")
-        made.env.update(orders.env | (scripted_gpu(folder) if gpu else {}))
+        made.env.update(orders.env)
+        clock = WallClock(folder) if compiler else None
+        if clock is not None:
+            made.env.update(scripted_gpu(folder) | clock.env)
+        if root:
+            stack.enter_context(small_disk(made.run_dir, RUN_FOLDER))
         models_hub = stack.enter_context(hub())
         for number, repository in enumerate(DOWNLOADS):
             models_hub.add(repository, {"big-Q4_K_M.gguf": bytes([number]) * (2 << 20)})
         made.env.update({"HF_ENDPOINT": models_hub.url, "HF_HUB_CACHE": str(folder / "cache")})
-        set_up = Stage(made, *ways, orders, models_hub, tcp=tcp, gpu=gpu)
+        set_up = Stage(made, *ways, orders, models_hub, tcp=tcp, clock=clock, disk=root)
         set_up.write_presets(CONTEXTS[0])
         set_up.start_valkey()
         try:

@@ -4,36 +4,28 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from compiled import NEEDS_COMPILER, compile_library
+from compiled import NEEDS_COMPILER
 from herd import KEYS, until
 from inside import DONE, QUICK, apart, ask, kill, leader, next_leader, ready, served, stubbed
 from redis.asyncio import Redis
 from test_worker_kills import Slow
 from waiting import until_blocking
+from wall_clock import WallClock
 from worker_kit import Stand, stand
 
 from llamastead.shared.words import JobState
 
-SOURCE = Path(__file__).parents[1] / "clock_jump.c"
 HOUR = 3600
 pytestmark = NEEDS_COMPILER
 
 
-class Clock:
-    """The wall clock of all processes that are started from now on."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        library, self._ahead = folder / "clock.so", folder / "ahead"
-        compile_library(SOURCE, library)
-        self.jump(0)
-        monkeypatch.setenv("LD_PRELOAD", str(library))
-        monkeypatch.setenv("CLOCK_JUMP", str(self._ahead))
-
-    def jump(self, seconds: int) -> None:
-        """Be so many seconds ahead of the real time."""
-        part = self._ahead.with_suffix(".part")
-        part.write_text(str(seconds))
-        part.rename(self._ahead)
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WallClock:
+    """The clock of all processes that are started from now on."""
+    made = WallClock(tmp_path)
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    return made
 
 
 async def jumped(redis: Redis, before: int) -> bool:
@@ -42,13 +34,10 @@ async def jumped(redis: Redis, before: int) -> bool:
 
 
 @pytest.mark.parametrize("hours", [2, -2])
-async def test_a_clock_that_is_set_ends_no_answer_and_starves_nobody(
-    hours: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_clock_that_is_set_ends_no_answer_and_starves_nobody(hours: int, clock: WallClock) -> None:
     """Set the clock while A streams and B waits for its room: A is drained within max-wait and ends whole, B
     is served. Set it again and KILL the supervisor: the next one keeps B, and gives its room to A soon.
     """
-    clock = Clock(tmp_path, monkeypatch)
     env = QUICK | {"LLAMASTEAD_MAX_WAIT": "2", "LLAMASTEAD_MIN_RESIDENCE": "1"}
     async with apart(env) as made, made.redis() as redis:
         gate = made.models / "gate"
@@ -91,12 +80,12 @@ async def test_a_clock_that_is_set_ends_no_answer_and_starves_nobody(
 
 
 async def test_a_clock_set_ahead_hands_no_running_job_to_another_worker(
-    short_tmp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_tmp: Path, clock: WallClock
 ) -> None:
     """Set the clock ahead while one worker measures and another waits, until Redis has forgotten all signs of
     the first: it keeps its job and ends it. Killed afterwards in the middle of another, it is found gone.
     """
-    clock, ahead = Clock(tmp_path, monkeypatch), 0
+    ahead = 0
     with stand(short_tmp) as bench:
         slow, first = Slow(bench), bench.worker().ready()
         await slow.ask()
