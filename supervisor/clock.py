@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 
 DRIFT_S = 0.5
+AHEAD_S = 60.0  # so long after the clock was set ahead what it said before may turn up unseen
 
 
 class RedisClock:
@@ -19,14 +20,18 @@ class RedisClock:
     def __init__(self) -> None:
         self._offset: float | None = None
         self._before: float | None = None
+        self._set_ahead: tuple[float, float] | None = None
         self._ends: dict[str, float] = {}
 
     def seen(self, redis_ms: int) -> None:
         """Note that Redis just said it is `redis_ms`."""
-        offset = time.monotonic() - redis_ms / 1000
+        now = time.monotonic()
+        offset = now - redis_ms / 1000
         if self._offset is None or abs(offset - self._offset) > DRIFT_S:
             if self._offset is not None and offset > self._offset:
                 self._before = self._offset
+            elif self._offset is not None:
+                self._set_ahead = self._offset, now
             self._offset = offset
 
     def monotonic(self, redis_ms: int) -> float:
@@ -41,13 +46,19 @@ class RedisClock:
     def ends(self, ends_ms: Mapping[str, int]) -> Mapping[str, float]:
         """Return when each of these waits, by name, ends in monotonic seconds, as it was at first sight.
 
-        So a clock that is set ahead ends nobody's wait.
+        So a clock that is set ahead ends nobody's wait, nor that of who came right before it was set.
         """
         self._ends = {
-            name: known if (known := self._ends.get(name)) is not None else end_ms / 1000 + self._need()
+            name: known if (known := self._ends.get(name)) is not None else self._end(end_ms)
             for name, end_ms in ends_ms.items()
         }
         return self._ends
+
+    def _end(self, end_ms: int) -> float:
+        now, end = time.monotonic(), end_ms / 1000 + self._need()
+        if end <= now and self._set_ahead is not None and now - self._set_ahead[1] < AHEAD_S:
+            return end_ms / 1000 + self._set_ahead[0]
+        return end
 
     def redis_ms(self, monotonic: float) -> int:
         """Return Redis milliseconds of a moment in monotonic seconds."""
