@@ -28,11 +28,16 @@ LOOK_EVERY_S = 5.0
 FIRST_REQUEST_S = 1.0  # a client that has just connected is about to ask, and may not ask twice
 
 LEAVING = ApiError(503, "the gateway is shutting down", retry_after=1)
+FAILED = ApiError(500, "the gateway failed, which is a fault of its own; its log says more")
 FULL = ApiError(503, "too many clients at once for this gateway", retry_after=1)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], AnswerCut | asyncio.CancelledError))
+
+
+def _id_of(scope: Scope) -> str:
+    return str(scope.get("state", {}).get("request_id", ""))
 
 
 # uvicorn closes the connection of an application that raises, as AnswerCut wants it, but logs a
@@ -141,7 +146,11 @@ class EdgeProtocol(HttpToolsProtocol):
             except asyncio.CancelledError:
                 # This gateway leaves. uvicorn would say 500, which no client tries again.
                 if not cycle.response_started:
-                    await send_error(send, LEAVING, scope.get("state", {}).get("request_id", ""))
+                    await send_error(send, LEAVING, _id_of(scope))
+                raise
+            except Exception:
+                if not cycle.response_started:
+                    await send_error(send, FAILED, _id_of(scope))
                 raise
 
         super()._start_asgi_task(cycle, answering)  # type: ignore[arg-type]

@@ -159,7 +159,10 @@ class Pool:
         while True:
             # A unix connect never waits: it succeeds, is refused, or finds the backlog full (which the event
             # loops' own connect takes for "in progress" or for an error).
-            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock = socket.socket(socket.AF_UNIX)
+            except OSError as error:
+                raise Unreachable(error.strerror) from None
             try:
                 sock.setblocking(False)
                 sock.connect(where.path)

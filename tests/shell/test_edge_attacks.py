@@ -165,3 +165,25 @@ async def test_what_is_no_http_behind_two_requests_does_not_get_into_the_first_o
         assert (await client.rest()).strip() == b""
         await made.all_closed()
         await until(lambda: served.setting.admission.open_claims == 0, "the claims to be given back")
+
+
+async def test_a_fault_of_our_own_is_told_in_the_shape_of_all_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Have the application raise: 500 in JSON, the trace in the log, and the next request is answered."""
+    async with gateway(proxy_for(NOWHERE)) as served:
+        client = await served.client()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(served.setting.proxy), "__call__", _fails)
+            await client.send(LINE + b"Content-Length: 2\r\n\r\n{}")
+            answer = await client.answer()
+        assert answer.line.split()[1] == b"500"
+        assert json.loads(answer.body)["error"]["code"] == 500
+        assert "a bug" in caplog.text
+        again = await served.client()
+        await again.send(LINE + b"Content-Length: 2\r\n\r\n{}")
+        assert (await again.answer()).line.split()[1] == b"400"
+
+
+async def _fails(*_: object) -> None:
+    raise RuntimeError("a bug")
