@@ -47,10 +47,17 @@ class SavingFailsError(ResponseError):
         super().__init__(f"{status_code} {message}", status_code=status_code)
 
 
-class _Parser(DefaultParser):  # type: ignore[misc, valid-type]  # which one depends on what is installed
-    """Tells a Redis that can't save from one that refuses a call for good."""
+class DemotedError(ReadOnlyError):
+    """Redis became a replica, which takes no writes, while a call waited in it."""
 
-    EXCEPTION_CLASSES = DefaultParser.EXCEPTION_CLASSES | {"MISCONF": SavingFailsError}
+
+class _Parser(DefaultParser):  # type: ignore[misc, valid-type]  # which one depends on what is installed
+    """Tells a Redis that can't save, or is a replica by now, from one that refuses a call for good."""
+
+    EXCEPTION_CLASSES = DefaultParser.EXCEPTION_CLASSES | {
+        "MISCONF": SavingFailsError,
+        "UNBLOCKED": DemotedError,
+    }
 
 
 class _CancellableSend(AbstractConnection):

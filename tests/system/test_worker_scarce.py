@@ -78,6 +78,24 @@ async def test_a_worker_waits_while_redis_cannot_save(bench: Stand, busy: bool, 
     until(lambda: "Redis is back after" in worker.log.read_text(), "word of the end")
 
 
+async def test_a_worker_waits_while_redis_is_a_replica(bench: Stand, tmp_path: Path) -> None:
+    """Make Valkey a replica while a worker waits for a job in it: the same process goes on afterwards."""
+    worker = bench.worker().ready()
+
+    def waits() -> bool:
+        return any(client["cmd"] == "blpop" for client in bench.client.client_list())
+
+    until(waits, "the worker to wait for a job")
+    bench.client.replicaof("127.0.0.1", 1)
+    until(lambda: "read only replica" in worker.log.read_text(), "word of the replica", 60)
+    bench.client.replicaof("NO", "ONE")
+    until(lambda: "Redis is back after" in worker.log.read_text(), "word of the end", 60)
+    await bench.jobs.read_metadata("m", tiny_model(tmp_path / "m.gguf", 1), None, "id")
+    assert bench.over("metadata-id").state is JobState.DONE
+    assert worker.process.poll() is None
+    assert "Traceback" not in worker.log.read_text(), worker.log.read_text()
+
+
 @pytest.mark.parametrize("beyond", [0, 1])
 async def test_a_worker_without_files_waits_for_some(bench: Stand, beyond: int, tmp_path: Path) -> None:
     """Let an idle worker open no more files, or one, and ask for a job: the worker says why it is not done,
