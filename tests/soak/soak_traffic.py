@@ -205,9 +205,12 @@ class Traffic:
 
     def _take(self, outcome: Outcome, answer: httpx.Response) -> None:
         outcome.status, outcome.first_byte_at = answer.status_code, time.monotonic()
-        body = answer.json()
         outcome.result = "answered" if answer.status_code == 200 else "refused"
-        outcome.detail = "" if answer.status_code == 200 else str(body["error"]["message"])
+        try:
+            body = answer.json()
+            outcome.detail = "" if answer.status_code == 200 else str(body["error"]["message"])
+        except (ValueError, LookupError, TypeError):
+            outcome.result, outcome.detail = "truncated", f"in no known shape: {answer.text[:200]}"
 
     async def _stream(self, client: httpx.AsyncClient, outcome: Outcome) -> None:
         tokens = {"stream": 20, "long": round(5 / TOKEN_S), "leave": 60}[outcome.kind]
