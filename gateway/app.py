@@ -153,9 +153,10 @@ class App:
             case Serves.READY:
                 return readiness(gateway)
             case Serves.MODELS:
-                if _query(scope).get("reload") in ("1", "true"):
+                query = _query(scope)
+                if query.get("reload") in ("1", "true"):
                     await reload_models(gateway.catalog, gateway.commands)
-                return 200, list_models(gateway.catalog)
+                return 200, list_models(gateway.catalog, hidden=query.get("hidden") in ("1", "true"))
             case Serves.MODEL:
                 return 200, show_model(gateway.catalog, rest)
             case Serves.PROPS:

@@ -9,11 +9,11 @@ from llamastead.shared.errors import ApiError
 from llamastead.shared.words import InstanceState, Source, WireStatus
 
 
-def list_models(catalog: Catalog) -> dict[str, Any]:
-    """Return the answer of GET /models: every model that is not hidden, in the registry's order, then what is
-    on its way from the hub.
+def list_models(catalog: Catalog, *, hidden: bool = False) -> dict[str, Any]:
+    """Return the answer of GET /models: every model, those that are hidden only with `hidden`, in the
+    registry's order, then what is on its way from the hub.
     """
-    shown = [describe(catalog.with_download(m)) for m in catalog.models.values() if not m.hidden]
+    shown = [describe(catalog.with_download(m)) for m in catalog.models.values() if hidden or not m.hidden]
     coming = [d for d in catalog.downloads.values() if not d.models and catalog.resolve(d.name) is None]
     return {"data": shown + [describe(_not_yet(each)) for each in coming], "object": "list"}
 
@@ -65,6 +65,8 @@ def describe(model: CatalogModel) -> dict[str, Any]:
         "can_remove": model.source == Source.CACHE,
         "in_cache": model.source == Source.CACHE,
     }
+    if model.hidden:
+        entry["hidden"] = True
     if model.revision:
         entry["revision"] = model.revision
     if model.path:

@@ -34,12 +34,14 @@ COLOURS = {
 
 def ps(parsed: argparse.Namespace) -> int:
     """Show all models, those in memory first."""
-    models = Client.of(parsed).get("/models")["data"]
+    models = _listed(Client.of(parsed))
     if parsed.json:
         print_json(models)
         return 0
     models.sort(key=lambda model: model["status"]["value"] == "unloaded")
     print_table(("model", "state", "context", "size", "source", "note"), [_row(model) for model in models])
+    if not models:
+        complain("no models: the herd is just starting, or has none; see `llamastead check`")
     return 0
 
 
@@ -146,8 +148,14 @@ def logs(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _listed(client: Client) -> list[dict[str, Any]]:
+    """Return all models, hidden ones too: they are in memory like any other."""
+    models: list[dict[str, Any]] = client.get("/models", hidden="true")["data"]
+    return models
+
+
 def _running(client: Client) -> list[str]:
-    return [m["id"] for m in client.get("/models")["data"] if m["status"]["value"] not in NOT_RUNNING]
+    return [m["id"] for m in _listed(client) if m["status"]["value"] not in NOT_RUNNING]
 
 
 def _interleaved(client: Client, names: list[str], params: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -186,6 +194,8 @@ def _row(model: dict[str, Any]) -> tuple[str | Text, ...]:
         changed = "changed since it was loaded" if status.get("changed") else ""
         place = f"on {status['place']}" if status.get("place") else ""
         told = status.get("reason") or status.get("warning") or changed or place
+        if model.get("hidden"):
+            told = f"hidden; {told}" if told else "hidden"
         aliases = ", ".join(model.get("aliases") or ())
         note = f"{told}; also {aliases}" if told and aliases else told or aliases
     context = (model.get("meta") or {}).get("n_ctx")

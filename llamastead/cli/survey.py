@@ -26,8 +26,8 @@ _LISTENING = ("--host", "--port", "--alias")
 
 
 async def read_models(http: httpx.AsyncClient, also: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return GET /models by name, with the entries of `also`, which may be hidden. Raises ClientError."""
-    listed = json_of(checked(await http.get("/models")))["data"]
+    """Return all models by name, with the entries of `also`, which may be aliases. Raises ClientError."""
+    listed = json_of(checked(await http.get("/models", params={"hidden": "true"})))["data"]
     models = {entry["id"]: entry for entry in listed}
     for name in also:
         if name not in models:

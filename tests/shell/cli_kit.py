@@ -68,8 +68,9 @@ class Answerer(BaseHTTPRequestHandler):
     def answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append((self.command, self.path, self.headers.get("Authorization"), body))
-        status, content = self.server.answers.get(
-            (self.command, self.path), (404, {"error": {"message": "no"}})
+        answers, path = self.server.answers, self.path.partition("?")[0]
+        status, content = answers.get((self.command, self.path)) or answers.get(
+            (self.command, path), (404, {"error": {"message": "no"}})
         )
         sent = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)

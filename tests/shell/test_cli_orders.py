@@ -112,6 +112,31 @@ def test_unload_all_takes_what_is_in_memory(gateway: FakeGateway) -> None:
     ]
 
 
+def test_what_is_hidden_is_in_memory_all_the_same(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Have a hidden model run: it is shown as that, goes with all others, and its log is among theirs."""
+    ghost = {**MODELS[1], "id": "ghost", "aliases": ["boo"], "hidden": True}
+    gateway.answers["GET", "/models?hidden=true"] = 200, {"data": [ghost]}
+    gateway.answers["GET", "/logs/ghost"] = 200, "a line\n"
+    gateway.answers["POST", "/models/unload"] = 200, {"success": True}
+    assert main(["ps"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("hidden; also boo")
+    assert main(["logs"]) == 0
+    assert capsys.readouterr().out == "ghost | a line\n"
+    assert main(["unload", "--all", "--no-wait"]) == 0
+    assert gateway.asked[-1][3] == b'{"model":"ghost"}'
+
+
+def test_a_list_without_models_is_explained(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
+    """List a herd that has none, as one that only just starts: the reason is told apart from the table."""
+    gateway.answers["GET", "/models"] = 200, {"data": []}
+    assert main(["ps"]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == ["MODEL", "STATE", "CONTEXT", "SIZE", "SOURCE", "NOTE"]
+    assert said.err.startswith("llamastead: no models: the herd is just starting, or ")
+
+
 def test_unload_takes_names_or_all(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     """Give both, and neither: nothing is unloaded."""
     for words in (["--all", "gemma"], []):

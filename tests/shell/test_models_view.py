@@ -144,11 +144,13 @@ async def test_one_model_by_name_or_alias(served: Served) -> None:
 
 
 async def test_hidden_models_are_not_listed_but_answer_to_their_name(served: Served) -> None:
-    """Hide a model: it is missing from the list, and still found by name."""
+    """Hide a model: it is missing from the list unless that is asked for, and still found by name."""
     await served.leader.store.publish("r2", {"a": {"hidden": 1}, "b": {}}, {})
     await until(lambda: served.gateway.catalog.models["a"].hidden, "the new registry")
     listed = (await served.client.get("/models")).json()["data"]
     assert [model["id"] for model in listed] == ["b"]
+    all_of_them = (await served.client.get("/models", params={"hidden": "true"})).json()["data"]
+    assert [(model["id"], model.get("hidden")) for model in all_of_them] == [("a", True), ("b", None)]
     assert (await served.client.get("/v1/models/a")).status_code == 200
 
 
