@@ -79,7 +79,7 @@ def _models(
     tried = Trial()
     names = {registry.aliases.get(name, name) for name in wanted}
     if unknown := sorted(names - registry.entries.keys()):
-        raise RegistryError(f"no model is called {', '.join(unknown)}")
+        raise RegistryError(f"no model is called {', '.join(unknown)}: `check` without --of shows all")
     for name, entry in registry.entries.items():
         if names and name not in names:
             continue

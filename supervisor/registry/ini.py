@@ -16,6 +16,7 @@ _BLANK = re.compile(r"[ \t]*(?:[;#].*)?")
 _COMMENT = re.compile(r"(?:^|[ \t])[;#]")
 _ENGINE_COMMENT = re.compile(r"[;#]")
 GLOBAL_SECTION = "*"
+_MOST_ERRORS = 20  # of a file that is no preset file at all
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,10 @@ class Section:
 def parse_ini(text: str, file: str) -> tuple[dict[str, Section], list[Problem]]:
     """Return the sections by name, a repeated one replaced by its last, and what was odd.
 
-    Settings before the first header are laid under those of `[*]`. Raises RegistryError (`file:line`) for a
-    line that is neither header, setting, comment nor blank.
+    Settings before the first header are laid under those of `[*]`. Raises RegistryError with the `file:line`
+    of each line that is neither header, setting, comment nor blank.
     """
+    errors: list[str] = []
     sections: dict[str, Section] = {}
     problems: list[Problem] = []
     loose: list[Setting] = []
@@ -49,7 +51,8 @@ def parse_ini(text: str, file: str) -> tuple[dict[str, Section], list[Problem]]:
     for number, line in enumerate(_LINE_END.split(text), 1):
         where = f"{file}:{number}"
         if "\0" in line:
-            raise RegistryError(f"{where}: the line has a NUL character, which no name or value can hold")
+            errors.append(f"{where}: the line has a NUL character, which no name or value can hold")
+            continue
         if _BLANK.fullmatch(line):
             continue
         if header := _HEADER.fullmatch(line):
@@ -62,13 +65,18 @@ def parse_ini(text: str, file: str) -> tuple[dict[str, Section], list[Problem]]:
             sections[name] = Section(name, number, ())
             continue
         if not (pair := _KEY.fullmatch(line)):
-            raise RegistryError(f"{where}: {_explain(line)}")
+            errors.append(f"{where}: {_explain(line)}")
+            continue
         value, note = read_value(pair[2])
         settings.append(Setting(pair[1], value, number))
         if note:
             problems.append(Problem(Severity.NOTE, where, note))
         if settings is not loose:
             sections[name] = Section(name, sections[name].line, tuple(settings))
+    if len(errors) > _MOST_ERRORS:
+        errors[_MOST_ERRORS:] = [f"{file}: {len(errors) - _MOST_ERRORS} more lines are no better"]
+    if errors:
+        raise RegistryError("\n".join(errors))
     if any(setting.key != "version" for setting in loose):
         message = "settings before the first section are for all models; llama-server makes a model of them"
         problems.append(Problem(Severity.NOTE, f"{file}:{loose[0].line}", message))

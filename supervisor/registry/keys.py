@@ -84,6 +84,25 @@ LOCAL_KEYS = frozenset({"engine", "env"})
 """Keys that only the owner of this machine may set."""
 ROUTER_KEYS = ("dedup-cache-models", "load-on-startup", "stop-timeout")
 
+FOREIGN_KEYS: Mapping[str, str] = {
+    "ttl": "unload-after",
+    "unlisted": "hidden",
+    "keep-alive": "unload-after",
+    "num-ctx": "ctx-size",
+    "num-gpu": "n-gpu-layers",
+    "num-predict": "n-predict",
+    "num-thread": "threads",
+}
+"""What llama-swap and Ollama call what has another name here."""
+
+
+def hint_of_foreign_key(key: str) -> str:
+    """Say what a word of llama-swap's or Ollama's files is here, as the end of a sentence; "" for others."""
+    word = key.lower().replace("_", "-")
+    if word == "cmd":
+        return "; write each option of the command as a key of its own, as in `ctx-size = 4096`"
+    return f"; did you mean '{FOREIGN_KEYS[word]}'?" if word in FOREIGN_KEYS else ""
+
 
 def own_field(key: str, value: str) -> dict[str, Any]:
     """Return the ModelEntry field that one of our keys sets. Raises ValueError saying what is expected."""

@@ -221,7 +221,7 @@ def _read_option(
     option = table.of_key(setting.key)
     if option is None:
         near = table.nearest_key(setting.key, (*keys.OWN_KEYS, *keys.ROUTER_KEYS))
-        hint = f"; did you mean '{near}'?" if near else ""
+        hint = keys.hint_of_foreign_key(setting.key) or (f"; did you mean '{near}'?" if near else "")
         report.fail(setting, f"option '{setting.key}' not recognized", hint)
         return
     if option.arity > 1:

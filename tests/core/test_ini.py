@@ -60,6 +60,26 @@ def test_a_line_that_is_nothing_refuses_the_file(line, message):
         parse_ini(f"[a]\nc = 1\n{line}\n", "m.ini")
 
 
+def test_all_lines_that_are_nothing_are_told_of_at_once():
+    """Parse a file with four bad lines between good ones: each has its line in the refusal."""
+    with pytest.raises(RegistryError) as refused:
+        parse_ini("[a]\n c = 1\nd = 2\n[b\ne\n\0\n[f]\n", "m.ini")
+    assert [line.split(" ")[0] for line in str(refused.value).splitlines()] == [
+        "m.ini:2:",
+        "m.ini:4:",
+        "m.ini:5:",
+        "m.ini:6:",
+    ]
+
+
+def test_a_file_that_is_none_is_told_of_in_a_few_lines():
+    """Parse two hundred lines of prose: twenty are told of, the others are counted."""
+    with pytest.raises(RegistryError) as refused:
+        parse_ini("prose\n" * 200, "m.ini")
+    lines = str(refused.value).splitlines()
+    assert (len(lines), lines[-1]) == (21, "m.ini: 180 more lines are no better")
+
+
 def test_a_byte_order_mark_is_named():
     """Parse a file that begins with one."""
     with pytest.raises(RegistryError, match=r"m.ini:1: .*byte order mark"):
