@@ -104,7 +104,8 @@ def _order_unload(client: Client, name: str, *, force: bool, may_be_gone: bool) 
 
 def reload(parsed: argparse.Namespace) -> int:
     """Have the registry read again and show what changed; it loads nothing unless `--apply` restarts it."""
-    answer = Client.of(parsed).post("/models/reload", {"apply": parsed.apply}, RELOAD_PATIENCE_S)
+    client = Client.of(parsed)
+    answer = client.post("/models/reload", {"apply": parsed.apply}, RELOAD_PATIENCE_S)
     if parsed.json:
         print_json(answer)
         return 0
@@ -115,6 +116,11 @@ def reload(parsed: argparse.Namespace) -> int:
     print(
         "\n".join(lines) or f"nothing changed since the files were read last; revision {answer['revision']}"
     )
+    # The herd reads changed files by itself, often before it is told to: the change is then no news here.
+    old = [] if parsed.apply else [m["id"] for m in _listed(client) if m["status"].get("changed")]
+    if old:
+        how = "`llamastead reload --apply` restarts at once what is idle"
+        print(f"old settings until its next load: {', '.join(old)}; {how}")
     return 0
 
 

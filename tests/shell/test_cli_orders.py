@@ -128,6 +128,24 @@ def test_what_is_hidden_is_in_memory_all_the_same(
     assert gateway.asked[-1][3] == b'{"model":"ghost"}'
 
 
+def test_reload_names_what_runs_with_old_settings(
+    gateway: FakeGateway, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reload files that the herd had read by itself: what still waits for its restart is told, and how."""
+    answer = {"added": [], "removed": [], "changed": {}, "restarted": [], "revision": "r2"}
+    gateway.answers["POST", "/models/reload"] = 200, answer
+    old = {**MODELS[1], "status": {**MODELS[1]["status"], "changed": True}}  # type: ignore[dict-item]
+    gateway.answers["GET", "/models"] = 200, {"data": [MODELS[0], old]}
+    assert main(["reload"]) == 0
+    assert capsys.readouterr().out == (
+        "nothing changed since the files were read last; revision r2\n"
+        "old settings until its next load: gemma; `llamastead reload --apply` restarts at once what is idle\n"
+    )
+    gateway.answers["POST", "/models/reload"] = 200, {**answer, "restarted": ["gemma"]}
+    assert main(["reload", "--apply"]) == 0
+    assert capsys.readouterr().out == "restarted  gemma\n"
+
+
 def test_a_list_without_models_is_explained(gateway: FakeGateway, capsys: pytest.CaptureFixture[str]) -> None:
     """List a herd that has none, as one that only just starts: the reason is told apart from the table."""
     gateway.answers["GET", "/models"] = 200, {"data": []}
