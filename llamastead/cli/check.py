@@ -154,7 +154,8 @@ def none_found(sources: Sources) -> str:
     places = [str(p) for p in (sources.models_preset, sources.models_dir, sources.hub_cache) if p]
     return (
         f"none found in {' and '.join(places) or 'any place'}; "
-        "give --models-dir or --models-preset as `llamastead up` has them"
+        "give --models-dir or --models-preset as `llamastead up` has them; "
+        "`llamastead ps` lists those of a running herd"
     )
 
 

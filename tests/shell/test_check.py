@@ -159,4 +159,5 @@ def test_where_no_model_was_found_is_told(folder, capsys):
     assert run(folder, "") == 0
     out = capsys.readouterr().out
     assert f"none found in {folder}/m.ini and {folder}/models and {folder}/hub; give --models-dir" in out
+    assert "`llamastead ps` lists those of a running herd" in out
     assert out.endswith("0 models, 0 errors, 1 remark\n")
