@@ -273,6 +273,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, Parser]]:
         "open redis-cli on the herd's Redis, or run one command there",
         "  llamastead redis\n  llamastead redis HGETALL llamastead:herd",
     )
+    made.usage = "llamastead redis [OPTION]... [WORD OF REDIS-CLI]..."
     add_setting_flags(made, ("redis_url", "run_dir"))
     return parser, dict(commands.choices)
 
