@@ -47,10 +47,11 @@ AWAY = (
     "replica_redis",
     "restart_redis",
 )
-# Of a clock that is set ahead it forgets what has an end.
-FORGETS = ("empty_redis", "forget_redis", "restart_redis", "jump_clock")
+EMPTIED = ("empty_redis", "forget_redis", "restart_redis")
+# By a clock that is set ahead it forgets what has an end.
+FORGETS = (*EMPTIED, "jump_clock")
 # What a model takes is guessed until it is measured anew, as with other presets it is.
-UNMEASURED = (*FORGETS, "change_presets")
+UNMEASURED = (*EMPTIED, "change_presets")
 GUESSES_S = 30.0
 # What no fault makes right.
 NEVER = ("the herd secrets differ", "is too big", "not found", "Invalid API Key", "Traceback")
