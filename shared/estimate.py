@@ -37,8 +37,10 @@ _KNOWN = frozenset({"llama", "qwen2", "qwen3", "gemma3", "mamba"})
 # Values of --load-mode that read the weights into pages of the process itself.
 _NOT_MAPPED = frozenset({"none", "dio", "mlock"})
 # A tensor of a layer, and whether it is one of experts as the engine tells them apart.
-_LAYER = re.compile(r"blk\.(\d+)\.(ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.)?")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(ffn_(?:up|down|gate|gate_up)_(?:ch)?exps\.)?")
 _ALL = 1 << 30
+# An engine takes half as many; a header that says more is broken.
+_MOST_LAYERS = 1024
 # On top of what is not known better: a file of unknown kind, its caches and buffers.
 _ALLOWANCE, _ALLOWANCE_MIB = 1.2, 512
 
@@ -118,7 +120,7 @@ class Weights:
     def estimate(self, use: Use) -> Estimate:
         """Return what the model takes when used so. Raises GgufError for a shard that isn't there."""
         shape, size = self._shape, self._size
-        if shape is None or shape.layers <= 0 or shape.embedding <= 0:
+        if shape is None or not 0 < shape.layers <= _MOST_LAYERS or shape.embedding <= 0:
             return Estimate(_by_size(size, use), None, "file size")
         context = use.context or self.training_context or FIT_CONTEXT
         cells = _cells(context, use)
@@ -181,14 +183,14 @@ class _Shape:
         """Return a number; the largest one if it is given by layer."""
         value = self._values.get(f"{self.architecture}.{name}", default)
         numbers = value if isinstance(value, tuple) else (value,)
-        return max((int(number) for number in numbers if isinstance(number, int)), default=default)
+        return max((_count(number) for number in numbers if isinstance(number, int)), default=default)
 
     def by_layer(self, name: str, default: int) -> list[int]:
         """Return a number for each layer."""
         value = self._values.get(f"{self.architecture}.{name}", default)
         if isinstance(value, tuple):
-            return [int(v) for v in value[: self.layers]] + [default] * (self.layers - len(value))
-        return [int(value)] * self.layers
+            return [_count(v) for v in value[: self.layers]] + [default] * (self.layers - len(value))
+        return [_count(value)] * self.layers
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer attends to a sliding window only."""
@@ -199,6 +201,11 @@ class _Shape:
             return bool(pattern[layer]) if layer < len(pattern) else False
         every = pattern if isinstance(pattern, int) else _FULL_EVERY.get(self.architecture, 1)
         return every > 1 and (layer + 1) % every != 0
+
+
+def _count(value: object) -> int:
+    """Return a header's number of something; what can't be one, in a file that is broken, is none."""
+    return max(0, int(value)) if isinstance(value, int) else 0
 
 
 def _by_size(size: int, use: Use) -> Parts:

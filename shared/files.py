@@ -1,5 +1,6 @@
 """Looks at files whose names come from elsewhere."""
 
+import os
 from pathlib import Path
 
 
@@ -25,3 +26,17 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+def is_text(path: str | Path) -> bool:
+    """Whether a file's name is UTF-8. Any other can stand neither in JSON nor in Redis."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(path: str | Path) -> str:
+    """Return a file's name as it can be printed: bytes that are no text as `\\xff`."""
+    return os.fsencode(path).decode(errors="backslashreplace")

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from llamastead.shared.disk import raise_shortage
-from llamastead.shared.files import is_file, is_folder
+from llamastead.shared.files import is_file, is_folder, is_text
 from llamastead.shared.gguf import SHARD
 
 _ROOTS = (
@@ -215,7 +215,7 @@ def read_repository(root: Path, name: str) -> CachedRepository | None:
     broken: list[str] = []
     for folder_name, _, names in os.walk(snapshot, onerror=raise_shortage):
         below = Path(folder_name)
-        for file in (below / name for name in names):
+        for file in filter(is_text, (below / name for name in names)):
             (files if is_file(file) else broken).append(file.relative_to(snapshot).as_posix())
     return CachedRepository(name, snapshot, tuple(sorted(files)), tuple(sorted(broken)))
 

@@ -1,14 +1,15 @@
 """What file names say: shards, projectors, drafts, and what a models folder holds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llamastead.shared.disk import raise_shortage
-from llamastead.shared.files import is_file, is_folder
+from llamastead.shared.files import is_file, is_folder, is_text, shown
 from llamastead.shared.gguf import SHARD
 from llamastead.supervisor.registry.model import Problem, RegistryError, Severity
 
+_NO_TEXT = "its name is not UTF-8"
 _DRAFT_PREFIXES = ("mtp-", "dspark-", "dflash-")
 
 
@@ -35,11 +36,13 @@ def scan_models_dir(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
 
     Names are llama-server's: the file's without `.gguf`, the sub-folder's. Of several models in a sub-folder,
     none named like it, each is named `folder/file`. A projector is looked for beside a linked model, then
-    beside the file that the link leads to. Raises RegistryError when the folder can't be read, OSError
-    where no more files can be opened.
+    beside the file that the link leads to. What has a name that is no UTF-8 is left out. Raises RegistryError
+    when the folder can't be read or is named so itself, OSError where no more files can be opened.
     """
+    if not is_text(folder):
+        raise RegistryError(f"models folder {shown(folder)}: {_NO_TEXT}")
     try:
-        children = sorted(folder.iterdir())
+        children, problems = _named(folder.iterdir())
     except OSError as error:
         raise_shortage(error)
         raise RegistryError(f"models folder {folder} can't be read: {error.strerror}") from None
@@ -47,7 +50,6 @@ def scan_models_dir(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
     models = [
         FoundModel(model_name(file), file, _projector_of_target(file)) for file in files if not _is_part(file)
     ]
-    problems = []
     for child in children:
         if is_folder(child):
             inside, odd = _scan_sub_folder(child)
@@ -58,10 +60,11 @@ def scan_models_dir(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
 
 def _scan_sub_folder(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
     try:
-        files = [file for file in sorted(folder.iterdir()) if _is_gguf(file)]
+        children, problems = _named(folder.iterdir())
     except OSError as error:
         raise_shortage(error)
         return [], [Problem(Severity.WARNING, str(folder), f"can't be read: {error.strerror}")]
+    files = [child for child in children if _is_gguf(child)]
     mmproj = next((file for file in files if "mmproj" in file.name), None)
     draft = next((file for file in files if file.name.startswith(_DRAFT_PREFIXES)), None)
     weights = [file for file in files if not _is_part(file)]
@@ -69,14 +72,24 @@ def _scan_sub_folder(folder: Path) -> tuple[list[FoundModel], list[Problem]]:
     main = [file for file in main if model_name(file) == folder.name] or main
     main = [file for file in main if SHARD.fullmatch(file.name)] or main
     if not main and any(SHARD.fullmatch(file.name) for file in files):
-        return [], [Problem(Severity.WARNING, str(folder), "the first shard of its model is missing")]
+        problems.append(Problem(Severity.WARNING, str(folder), "the first shard of its model is missing"))
+        return [], problems
     if len(main) < 2:
         return [
             FoundModel(folder.name, file, mmproj or _projector_of_target(file), draft) for file in main
-        ], []
+        ], problems
     models = [FoundModel(f"{folder.name}/{model_name(file)}", file, mmproj, draft) for file in main]
     names = ", ".join(model.name for model in models)
-    return models, [Problem(Severity.NOTE, str(folder), f"holds several models, listed as {names}")]
+    problems.append(Problem(Severity.NOTE, str(folder), f"holds several models, listed as {names}"))
+    return models, problems
+
+
+def _named(children: Iterable[Path]) -> tuple[list[Path], list[Problem]]:
+    """Return in order those whose names are UTF-8, and a remark on each model or folder whose name is not."""
+    there = sorted(children)
+    odd = [child for child in there if not is_text(child.name) and (_is_gguf(child) or is_folder(child))]
+    problems = [Problem(Severity.WARNING, shown(child), f"not listed: {_NO_TEXT}") for child in odd]
+    return [child for child in there if is_text(child.name)], problems
 
 
 def _projector_of_target(file: Path) -> Path | None:
@@ -84,7 +97,7 @@ def _projector_of_target(file: Path) -> Path | None:
     if not file.is_symlink():
         return None
     try:
-        beside = sorted(file.resolve().parent.iterdir())
+        beside = sorted(filter(is_text, file.resolve().parent.iterdir()))
     except OSError as error:
         raise_shortage(error)
         return None

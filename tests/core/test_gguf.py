@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_model_bytes
 
+from llamastead.shared.estimate import estimate, read_use
 from llamastead.shared.gguf import GgufError, GgufMetadata, read_metadata
 from llamastead.supervisor.selftest import smallest_model
 
@@ -135,3 +136,38 @@ def test_the_self_test_model_is_a_gguf(tmp_path):
     path.write_bytes(smallest_model())
     metadata = read_metadata(path)
     assert (metadata.architecture, metadata.n_ctx_train, metadata.n_vocab) == ("llama", 256, 288)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"llama__block_count": 2**32 - 1},
+        {"llama__block_count": 2**31, "llama__attention__head_count_kv": 2},
+        {"llama__block_count": 4, "llama__attention__head_count_kv": "many"},
+        {"llama__block_count": 4, "llama__attention__head_count_kv": [-3, -3, -3, -3]},
+        {"llama__block_count": 4, "llama__attention__head_count_kv": [float("inf")] * 4},
+        {"llama__block_count": "four"},
+    ],
+)
+def test_a_header_that_says_what_cannot_be_costs_neither_memory_nor_an_error(tmp_path, values):
+    """Estimate what a broken file takes: at least its size, at once."""
+    path = write(tmp_path / "m.gguf", llama__embedding_length=64, llama__attention__head_count=4, **values)
+    began = time.monotonic()
+    found = estimate(path, read_use({"ctx-size": "512"}))
+    assert found.parts.total >= path.stat().st_size
+    assert found.parts.context >= 0
+    assert time.monotonic() - began < 1
+
+
+def test_a_tensor_with_a_number_beyond_all_is_of_no_layer(tmp_path):
+    """Name a tensor after a layer of five thousand digits, and have layers on the host."""
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for key in ("block_count", "embedding_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 4)
+    writer.add_tensor(f"blk.{'9' * 5000}.ffn_up.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert estimate(path, read_use({"n-gpu-layers": "2"})).on_host.model == 0

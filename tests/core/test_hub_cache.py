@@ -100,6 +100,13 @@ def test_only_repositories_with_a_revision_are_listed(tmp_path, load):
     assert HubCache(tmp_path / "none").repositories == {}
 
 
+def test_a_file_of_the_cache_whose_name_is_no_text_is_left_out(tmp_path, load):
+    """Put one beside a model: only the model is listed."""
+    snapshot = fill(tmp_path / "hub", "o/r", "m-Q4_K_M.gguf")
+    (snapshot / os.fsdecode(b"bad\xff-Q8_0.gguf")).touch()
+    assert list(load().entries) == ["o/r:Q4_K_M"]
+
+
 def test_a_cached_model_is_shown_by_its_repository_and_started_by_its_path(tmp_path, load):
     """Compare what is listed of a cached model with what an instance gets."""
     snapshot = fill(tmp_path / "hub", "o/r", "m-Q4_K_M.gguf", "mmproj-F16.gguf")

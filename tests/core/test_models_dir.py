@@ -1,5 +1,6 @@
 """Which models a models folder holds."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,39 @@ def test_dead_and_circular_links_do_no_harm(tmp_path):
         "linked": tmp_path / "linked" / "x.gguf",
         "real": tmp_path / "real" / "x.gguf",
     }
+
+
+def test_what_is_no_text_is_left_out_and_told_of(tmp_path):
+    """Scan a folder with names that are no UTF-8: models, their folders, their parts, and notes."""
+    for name in (b"bad\xff.gguf", b"bad\xfe/x.gguf", b"m/mmproj-\xff.gguf", b"notes\xff.txt"):
+        file = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    models, problems = scan(tmp_path, "a.gguf", "m/x.gguf")
+    assert models == {
+        "a": FoundModel("a", tmp_path / "a.gguf"),
+        "m": FoundModel("m", tmp_path / "m" / "x.gguf"),
+    }
+    told = {str(problem).removeprefix(f"{tmp_path}/") for problem in problems}
+    assert told == {
+        f"{name}: not listed: its name is not UTF-8"
+        for name in ("bad\\xff.gguf", "bad\\xfe", "m/mmproj-\\xff.gguf")
+    }
+    with pytest.raises(RegistryError, match=r"bad\\xfe: its name is not UTF-8"):
+        scan_models_dir(Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad\xfe")))
+
+
+def test_a_link_is_not_given_a_projector_whose_name_is_no_text(tmp_path):
+    """Link to a model whose own folder has a projector with a name that is no UTF-8."""
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "x.gguf").touch()
+    (store / os.fsdecode(b"mmproj-\xff.gguf")).touch()
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "a.gguf").symlink_to(store / "x.gguf")
+    models, problems = scan(folder)
+    assert (models, problems) == ({"a": FoundModel("a", folder / "a.gguf")}, [])
 
 
 def test_a_file_is_its_only_shard():
