@@ -6,6 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import math
 import mmap
 import re
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -140,6 +141,9 @@ class _Tensor:
 
 def _read_header(path: Path) -> _Header:
     try:
+        # To open a pipe is to wait for somebody who writes to it.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise GgufError("isn't a file")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
     except OSError as error:

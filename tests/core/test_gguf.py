@@ -1,7 +1,9 @@
 """What a GGUF's header tells without loading it."""
 
+import os
 import struct
 import time
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tiny_model_bytes
 
 from llamastead.shared.estimate import estimate, read_use
-from llamastead.shared.gguf import GgufError, GgufMetadata, read_metadata
+from llamastead.shared.gguf import GgufError, GgufMetadata, read_metadata, read_values
 from llamastead.supervisor.selftest import smallest_model
 
 
@@ -171,3 +173,13 @@ def test_a_tensor_with_a_number_beyond_all_is_of_no_layer(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     assert estimate(path, read_use({"n-gpu-layers": "2"})).on_host.model == 0
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path):
+    """Read a pipe that nobody writes to, a device and a folder."""
+    pipe = tmp_path / "pipe.gguf"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), tmp_path):
+        with pytest.raises(GgufError, match=f"{path} isn't a file"):
+            read_values(path)
+        assert estimate(path, read_use({})).source == "file size"
