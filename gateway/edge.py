@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from llamastead.gateway.answers import send_error
 from llamastead.gateway.body import Receive
@@ -123,11 +124,7 @@ class EdgeProtocol(HttpToolsProtocol):
         """
         asked = [cycle for cycle in (self._running, self.cycle) if cycle is not None]
         if not any(cycle.response_started and not cycle.response_complete for cycle in asked):
-            body = json.dumps(error.body()).encode()
-            self.transport.write(
-                b"%bcontent-type: application/json; charset=utf-8\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b" % (STATUS_LINE[error.status], len(body), body)
-            )
+            self.transport.write(_whole(error))
         self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -172,6 +169,33 @@ class EdgeProtocol(HttpToolsProtocol):
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
+
+
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """One client's WebSocket, from the request that opens it on.
+
+    That request has been read as any other; here it is read again, more strictly: no body, so many headers,
+    none too long. uvicorn would leave a client whose request does not pass without any answer.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sends."""
+        super().data_received(data)
+        problem = self.conn.handshake_exc
+        if problem is not None and not self.handshake_initiated and not self.transport.is_closing():
+            self.handshake_complete = self.close_sent = True
+            reason = problem.__cause__ or problem
+            self.transport.write(_whole(ApiError(400, f"this request opens no WebSocket: {reason}")))
+            self.transport.close()
+
+
+def _whole(error: ApiError) -> bytes:
+    """Return an answer that refuses, head and all; nothing comes after it."""
+    body = json.dumps(error.body()).encode()
+    return (
+        b"%bcontent-type: application/json; charset=utf-8\r\ncontent-length: %d\r\n"
+        b"connection: close\r\n\r\n%b" % (STATUS_LINE[error.status], len(body), body)
+    )
 
 
 async def look_at_clients(connections: Collection[object]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from llamastead.gateway.app import App
-from llamastead.gateway.edge import EdgeProtocol, look_at_clients
+from llamastead.gateway.edge import EdgeProtocol, SocketProtocol, look_at_clients
 from llamastead.gateway.files import most_clients
 from llamastead.gateway.keyfile import follow_key_file, read_keys
 from llamastead.gateway.last_call import HEARD_S, accept_waiting
@@ -102,7 +102,7 @@ async def serve(settings: Settings, listeners: list[socket.socket]) -> int:
             App(gateway, proxy, keys, Sockets(proxy, gateway.admission, settings)),
             loop="none",
             http=EdgeProtocol,
-            ws="websockets-sansio",
+            ws=SocketProtocol,
             ws_max_size=MESSAGE_BYTES,
             ws_per_message_deflate=False,
             lifespan="off",

@@ -22,7 +22,7 @@ from websockets.http11 import Request, Response
 
 from llamastead.gateway.app import App
 from llamastead.gateway.auth import Keys
-from llamastead.gateway.edge import EdgeProtocol
+from llamastead.gateway.edge import EdgeProtocol, SocketProtocol
 from llamastead.gateway.sockets import MESSAGE_BYTES, Sockets
 from llamastead.shared.errors import ApiError
 from llamastead.shared.settings import Settings
@@ -65,7 +65,7 @@ async def served(setting: Setting, *keys: str, **settings: Any) -> AsyncIterator
     config = uvicorn.Config(
         app,
         http=EdgeProtocol,
-        ws="websockets-sansio",
+        ws=SocketProtocol,
         lifespan="off",
         log_config=None,
         ws_max_size=MESSAGE_BYTES,
@@ -291,6 +291,34 @@ async def test_an_address_that_is_no_ascii_is_passed_on_or_refused(path: Path, t
         writer.close()
         assert line.split(b" ")[1] in (b"101", b"400")
     assert setting.admission.open_claims == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        b"Content-Length: 5\r\n\r\nhello",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"Cookie: %s\r\n\r\n" % (b"a" * 9000),
+        b"".join(b"X-%d: 1\r\n" % number for number in range(200)) + b"\r\n",
+    ],
+    ids=["body", "chunks", "a long cookie", "many headers"],
+)
+async def test_an_opening_that_is_not_taken_is_answered(path: Path, more: bytes) -> None:
+    """Open a socket with a body, with a cookie of 9 KB, with 200 headers: 400 at once, nothing is kept."""
+    setting = proxy_for(f"unix:{path}")
+    async with instance(path), served(setting) as address:
+        host, port = address.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"GET /x?model=m HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n" + more
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
+        writer.close()
+    assert head.split(b" ")[1] == b"400"
+    assert "opens no WebSocket" in json.loads(body)["error"]["message"]
+    assert setting.admission.asked == []
 
 
 async def test_a_client_that_leaves_before_the_upgrade_gives_its_ticket_back(path: Path) -> None:
