@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 MOST_IDS = 1000
 RETRY_AFTER_S = 2
+_MOST_DIGITS = 18  # what is longer, the engine refuses
 AHEAD_BYTES = 8 * 1024 * 1024  # all that an engine keeps of a conversation, with room to spare
 
 
@@ -88,7 +89,7 @@ class Replay:
     ) -> None:
         fields = {"address": found.address, "nonce": found.nonce}
         try:
-            start, lead = _split(start, found.lead)
+            start, lead = split_at(start, found.lead)
             response = await self._sessions.replay(found.instance, fields, found.name, start)
         except LOST:
             raise _lost(wanted, "its model's server is ending") from None
@@ -198,12 +199,12 @@ async def _held_until_whole(claim: Claim | None, response: Response) -> AsyncIte
         letting_go.cancel()
 
 
-def _split(start: str, lead: int) -> tuple[str, bytes]:
+def split_at(start: str, lead: int) -> tuple[str, bytes]:
     """Return from which byte on the engine is asked, and what goes before: what is left of the comments.
 
     Clients count what they got, comments of ours included; the engine knows nothing of these.
     """
-    if not lead or (start and not (start.isascii() and start.isdigit())):
+    if not lead or (start and not (start.isascii() and start.isdigit() and len(start) <= _MOST_DIGITS)):
         return start, b""
     at = int(start or 0)
     return str(max(0, at - lead)), (b":" + b" " * (lead - 3) + b"\n\n")[at:]

@@ -14,7 +14,8 @@ def wanted_lines(text: str | None) -> int:
     """Return how many lines `?lines=` asks for (default 100); ApiError 400 when it is no such number."""
     if text is None:
         return 100
-    if not text.isascii() or not text.isdigit() or int(text) > MOST_LINES:
+    # Python refuses to read a number of thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) > MOST_LINES:
         raise ApiError(400, f"lines must be a number up to {MOST_LINES}, not {text!r}", {"param": "lines"})
     return int(text)
 

@@ -11,6 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from llamastead.gateway import conversations
 from llamastead.gateway.body import Body
 from llamastead.gateway.conversations import Carried, Conversations
+from llamastead.gateway.replay import split_at
 from llamastead.gateway.routes import Router
 from llamastead.shared.errors import ApiError
 from llamastead.shared.store.conversations import Before, ConversationStore
@@ -175,3 +176,13 @@ async def test_one_that_older_data_of_redis_calls_waiting_is_forgotten(
         assert await store.read("waits") is not None
         assert await store.read("theirs") is not None
         mending.cancel()
+
+
+@pytest.mark.parametrize(
+    ("start", "asked", "before"),
+    [("", "0", 8), ("3", "0", 5), ("8", "0", 0), ("20", "12", 0), ("x", "x", 0), ("9" * 5000, "9" * 5000, 0)],
+)
+def test_from_which_byte_an_engine_is_asked(start: str, asked: str, before: int) -> None:
+    """Come back after eight bytes of comments: within them, behind them, at what is no number."""
+    told, lead = split_at(start, 8)
+    assert (told, len(lead)) == (asked, before)
