@@ -1,9 +1,11 @@
 """Which llama-server is used and what it can do."""
 
+import contextlib
 import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +84,7 @@ def _ask(path: Path, flag: str, environ: Mapping[str, str]) -> str:
     """Return what the engine prints for `flag` on both outputs; its own variables must not disturb it."""
     clean = {name: value for name, value in environ.items() if not name.startswith("LLAMA_")}
     try:
-        done = subprocess.run(
-            [path, flag], env=clean, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS
-        )
+        done = _run([path, flag], clean, ANSWER_SECONDS)
     except OSError as error:
         raise EngineError(f"{path} can't be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
@@ -96,22 +96,37 @@ def _ask(path: Path, flag: str, environ: Mapping[str, str]) -> str:
     return done.stdout + done.stderr
 
 
+def _run(
+    words: Sequence[str | Path], environ: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end. Raises OSError, and TimeoutExpired once it is ended with all it started."""
+    with subprocess.Popen(
+        words,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=seconds)
+        except BaseException:
+            # An engine may be a script: what it waits for would go on.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(words, child.returncode, out, err)
+
+
 def objection(engine: Engine, words: Sequence[str], environ: Mapping[str, str]) -> Objection | None:
     """Return what the engine itself has against these words and variables, None if it only would run.
 
     It reads all of them before it comes to the last one, --version, and ends there.
     """
     try:
-        done = subprocess.run(
-            [engine.path, *words, "--version"],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=OBJECTION_SECONDS,
-            check=False,
-        )
+        done = _run([engine.path, *words, "--version"], environ, OBJECTION_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None  # that is no answer to what was asked
     found = _OBJECTION.search(done.stderr) if done.returncode else None

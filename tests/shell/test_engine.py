@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from help_text import HELP
+from waiting import until_blocking
 
 from llamastead.shared.settings import Settings
 from llamastead.supervisor import engine as engine_module
@@ -115,6 +116,18 @@ def test_an_engine_that_does_not_answer_is_asked_once_and_again_when_the_registr
     script(silent)
     made.ask_silent_engines()
     assert made.engine_of(made.registry.entries["m"]).path == silent
+
+
+def test_a_script_that_does_not_answer_takes_what_it_started_along(tmp_path, monkeypatch):
+    """Ask a script that waits for another program for ever: both are gone once it is given up."""
+    path = tmp_path / "e"
+    path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{path}.pid\nwait\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 1.5)  # enough to begin
+    with pytest.raises(EngineError, match="gave no answer"):
+        find_engine(path)
+    state = Path("/proc", Path(f"{path}.pid").read_text().strip(), "stat")
+    until_blocking(lambda: not state.exists() or ") Z " in state.read_text(), "its child to end")
 
 
 def test_an_illegal_instruction_at_load_is_said_at_start(tmp_path):
