@@ -152,7 +152,11 @@ class Checker:
 
     @staticmethod
     def _may_cut(fault: Injected, outcome: Outcome) -> bool:
-        """Only the death of the gateway itself leaves a client without a word."""
+        """The death of the gateway itself leaves a client without a word, and nothing else does but the want of
+        files: the event loop hangs up on whom it has no file for.
+        """
+        if fault.name == "no_files" and fault.target == outcome.gateway:
+            return outcome.began <= fault.ended and fault.began <= outcome.ended
         within = outcome.began - AT_ONCE_S <= fault.ended and fault.began <= outcome.ended
         return within and outcome.gateway in fault.dead
 

@@ -49,6 +49,7 @@ ALLOWED: Sequence[tuple[Outcome, Injected]] = (
     (ended("answered"), FAR),
     (ended("refused", status=503), FAR),
     (ended("cut"), struck("kill_gateway", dead=("g1",))),
+    (ended("cut"), struck("no_files", target="g1")),
     (ended("broken"), struck("kill_gateway", dead=("g1",))),
     (ended("broken"), struck("kill_instance", model=STUB)),
     (ended("broken", ended=120.0), struck("hang_instance", model=STUB)),
@@ -56,6 +57,7 @@ ALLOWED: Sequence[tuple[Outcome, Injected]] = (
 )
 REFUSED: Sequence[tuple[Outcome, Injected]] = (
     (ended("stuck"), FAR),
+    (ended("cut"), struck("no_files", target="g2")),
     (ended("truncated"), FAR),
     (ended("answered", ended=100.0 + BOUND_S + 1), FAR),
     (ended("cut"), struck("kill_gateway", dead=("g2",))),
