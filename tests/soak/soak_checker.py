@@ -152,8 +152,8 @@ class Checker:
 
     @staticmethod
     def _may_cut(fault: Injected, outcome: Outcome) -> bool:
-        """The death of the gateway itself leaves a client without a word, and nothing else does but the want of
-        files: the event loop hangs up on whom it has no file for.
+        """The death of the gateway itself leaves a client without a word, and else only its want of files:
+        the event loop hangs up on whom it has none for.
         """
         if fault.name == "no_files" and fault.target == outcome.gateway:
             return outcome.began <= fault.ended and fault.began <= outcome.ended
