@@ -15,6 +15,7 @@ from llamastead.gateway.body import Body, Message
 from llamastead.gateway.headers import HeaderList, event_stream_head, header, is_event_stream, our_facts
 from llamastead.gateway.jsonscan import BrokenJson, JsonScan, NotAString
 from llamastead.gateway.seams import Scope, request_id, route_of
+from llamastead.gateway.writer import pass_on_of
 from llamastead.shared.errors import TYPES, ApiError
 
 Send = Callable[[Message], Awaitable[None]]
@@ -52,7 +53,7 @@ def error_event(error: dict[str, Any], path: str) -> bytes:
 
 
 class Pings:
-    """The answer to one request that may ask for a stream; `send` takes it in place of the server's.
+    """The answer to one request that may ask for a stream; it is called in place of the server's `send`.
 
     Use as an async context around everything that may take long. Inside, `began` tells that the head went out
     with a ping; then an ApiError that leaves the context becomes the stream's last event.
@@ -64,6 +65,7 @@ class Pings:
         """`state` returns what a progress event tells; `delay_s` is the silence before the first ping."""
         self.began = False
         self._send = send
+        self._pass_on = pass_on_of(send)
         self._scope = scope
         self._body = body
         self._delay_s = delay_s
@@ -89,7 +91,7 @@ class Pings:
         """Begin to count the silence."""
         self._body.kept = True
         self._timer = self._loop.call_later(self._delay_s, self._begin)
-        return self.send
+        return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """End the pings; swallow an ApiError that could still be told as an event."""
@@ -126,7 +128,20 @@ class Pings:
             await asyncio.wait((self._writing,))
         return self._lead + (len(_facts(headers)) if self.began else 0)
 
-    async def send(self, message: Message) -> None:
+    def pass_on(self, data: bytes) -> bool:
+        """Write a piece from the middle of the answer at once; False where it has to be sent."""
+        if self._pass_on is None or self._writing is not None or self._error is not None:
+            return False
+        if not self._pass_on(data):
+            return False
+        self._note(data)
+        self._spoke_at = self._loop.time()
+        return True
+
+    def _note(self, data: bytes) -> None:
+        self._tail = data[-2:] if len(data) > 1 else self._tail[-1:] + data
+
+    async def __call__(self, message: Message) -> None:
         """Pass on one message of the answer, in the shape that what was sent so far allows."""
         if self._writing is not None:
             await asyncio.wait((self._writing,))
@@ -137,8 +152,7 @@ class Pings:
             elif self._error is not None:
                 await self._collect(message)
             else:
-                data = message.get("body", b"")
-                self._tail = data[-2:] if len(data) > 1 else self._tail[-1:] + data
+                self._note(message.get("body", b""))
                 self._over = not message.get("more_body", False)
                 await self._send(message)
         finally:

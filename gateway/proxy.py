@@ -29,6 +29,7 @@ from llamastead.gateway.tally import Tally
 from llamastead.gateway.timeouts import FIRST_BYTE, IDLE, TOTAL, Patience, TimedOut, limits
 from llamastead.gateway.upstream import AddressRefused, Pools, Response, Unreachable, UpstreamDied
 from llamastead.gateway.watch import ClientWatch
+from llamastead.gateway.writer import pass_on_of
 from llamastead.shared.addresses import outlives_its_instance
 from llamastead.shared.errors import ApiError
 from llamastead.shared.settings import Settings
@@ -296,6 +297,15 @@ async def relay(
     headers = response_headers(response.status, response.headers, claim, request_id(scope))
     streams = is_event_stream(response.headers)
     began, tail = False, b""
+    write = pass_on_of(send) if patience is None else None
+
+    def pass_on(data: bytes) -> bool:
+        nonlocal tail
+        passed = write is not None and write(data)
+        if passed:
+            tail = data if len(data) > 1 else tail[-1:] + data
+        return passed
+
     try:
         start = {"type": "http.response.start", "status": response.status, "headers": headers}
         if response.arrived:
@@ -303,6 +313,8 @@ async def relay(
         await send(start)
         began = True
         while True:
+            if write is not None:
+                await response.pour(pass_on)
             data = await (response.read() if patience is None else patience.wait(response.read(), IDLE))
             ended = response.ended
             piece = {"type": "http.response.body", "body": data, "more_body": not ended}

@@ -5,13 +5,21 @@ piece where the application promises that piece (`"body_follows": True` in its `
 headers are not checked again: they come out of a parser, or are our own, with names in lower case.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from llamastead.gateway.body import Message
 
+PassOn = Callable[[bytes], bool]
+"""Writes a piece from the middle of a body at once. False: it has to be sent, as this can't be done now."""
+
 _BODILESS = (204, 304)
+
+
+def pass_on_of(send: object) -> PassOn | None:
+    """Return the `pass_on` of something to send answers with, None where it has none."""
+    return getattr(send, "pass_on", None)
 
 
 class AnswerWriter:
@@ -33,13 +41,21 @@ class AnswerWriter:
         if cycle.disconnected:
             return
         if message["type"] == "http.response.body":
-            self._write_body(message.get("body", b""), message.get("more_body", False))
+            self._write_body(message.get("body", b""), more=message.get("more_body", False))
         else:
             head = self._head(message["status"], message.get("headers", ()))
             if message.get("body_follows"):
                 self._held = head
             else:
                 cycle.transport.write(head)
+
+    def pass_on(self, body: bytes) -> bool:
+        """Write a piece from the middle of the body; False while the client reads too slowly, or has gone."""
+        cycle = self._cycle
+        if cycle.flow.write_paused or cycle.disconnected:
+            return False
+        self._write_body(body, more=True)
+        return True
 
     def _head(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         cycle = self._cycle
@@ -66,7 +82,7 @@ class AnswerWriter:
         parts.append(b"\r\n")
         return b"".join(parts)
 
-    def _write_body(self, body: bytes, more: bool) -> None:
+    def _write_body(self, body: bytes, *, more: bool) -> None:
         cycle = self._cycle
         if self._bodiless:
             body = b""

@@ -61,6 +61,7 @@ class Connection(asyncio.Protocol):
         self._held = 0
         self._write_paused = False
         self._read_paused = False
+        self._pass_on: Callable[[bytes], bool] | None = None
         self._start_answer(bodiless=False)
 
     def _start_answer(self, *, bodiless: bool) -> None:
@@ -128,6 +129,18 @@ class Connection(asyncio.Protocol):
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._empty()
         return data
+
+    async def pour(self, pass_on: Callable[[bytes], bool]) -> None:
+        """Give `pass_on` each piece of the body in the instant in which it comes, until it returns False.
+
+        That piece is left to `read`, and so is the last one; also returns when the instance goes.
+        """
+        self._pass_on = pass_on
+        try:
+            while not (self._parts or self._done or self.lost):
+                await self._wait()
+        finally:
+            self._pass_on = None
 
     def read_ahead(self, most: int) -> None:
         """Hold up to so many bytes of this answer for a slow reader."""
@@ -221,6 +234,12 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
             self.abort()
             return
+        if self._pass_on is not None and self._parts and not self._done:
+            if self._pass_on(self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)):
+                self._parts.clear()
+                self._held = 0
+                return
+            self._pass_on = None
         if self._held > self._most_held and not self._read_paused and self._transport is not None:
             self._read_paused = True
             self._transport.pause_reading()
@@ -310,6 +329,11 @@ class Response:
     async def read(self) -> bytes:
         """Return the next bytes of the body as they come, empty at its end. Raises UpstreamDied."""
         return b"" if self._connection is None else await self._connection.read()
+
+    async def pour(self, pass_on: Callable[[bytes], bool]) -> None:
+        """Give `pass_on` pieces as they come; `read` has what it did not take, and the last one."""
+        if self._connection is not None:
+            await self._connection.pour(pass_on)
 
     def read_ahead(self, most: int) -> None:
         """Have up to so many bytes of the body brought here before they are read."""

@@ -1,10 +1,12 @@
 """Answers of instances in every framing, and what is none, over a pool's connections."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from byte_path_kit import OK, Visit, answering, chunk, instance
 from pool_kit import EMPTY, HEAD, ask, whole
+from waiting import PATIENCE_S
 
 from llamastead.gateway.upstream import Pool, UpstreamDied
 
@@ -120,3 +122,41 @@ async def test_bytes_that_belong_to_no_request_end_the_connection(path: Path) ->
         assert await ask(connections) == (200, b"ok")
         assert await ask(connections) == (200, b"ok")
         assert made.visits == 2
+
+
+async def test_pieces_are_poured_until_one_is_declined_and_the_last_is_left_to_be_read(path: Path) -> None:
+    """Pour an answer into somebody who takes one piece and declines the next: that one is read, and so is
+    the last; pouring goes on in between.
+    """
+    steps = asyncio.Queue[bytes]()
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        await visit.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            await visit.send(await steps.get())
+
+    async with instance(path, script) as made, asyncio.timeout(PATIENCE_S):
+        response = await Pool(made.address).exchange(HEAD, EMPTY)
+        taken: list[bytes] = []
+
+        def takes_one(data: bytes) -> bool:
+            if taken:
+                return False
+            taken.append(data)
+            steps.put_nowait(chunk(b"two"))
+            return True
+
+        def takes_all(data: bytes) -> bool:
+            taken.append(data)
+            steps.put_nowait(chunk(b"four") + chunk(b""))
+            return True
+
+        steps.put_nowait(chunk(b"one"))
+        await response.pour(takes_one)
+        assert taken == [b"one"]
+        assert await response.read() == b"two"
+        steps.put_nowait(chunk(b"three"))
+        await response.pour(takes_all)
+        assert taken == [b"one", b"three"]
+        assert await whole(response) == b"four"

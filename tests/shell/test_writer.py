@@ -128,3 +128,20 @@ async def test_a_client_that_has_gone_is_written_nothing() -> None:
     cycle.disconnected = True
     await answer(cycle, 200, [], b"ok")
     assert sink.calls == []
+
+
+async def test_a_piece_is_passed_on_at_once_but_to_nobody_who_cannot_take_it() -> None:
+    """Pass a piece on: it is written as one that is sent. To a client that reads too slowly, or has gone:
+    nothing is written.
+    """
+    cycle, sink = answering()
+    send = AnswerWriter(cycle)
+    await send({"type": "http.response.start", "status": 200, "headers": [], "body_follows": True})
+    assert send.pass_on(b"one")
+    assert sink.calls[-1].endswith(b"transfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+    written = list(sink.calls)
+    cycle.flow.write_paused = True
+    assert not send.pass_on(b"two")
+    cycle.flow.write_paused, cycle.disconnected = False, True
+    assert not send.pass_on(b"two")
+    assert sink.calls == written
