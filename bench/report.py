@@ -100,7 +100,16 @@ def _number(value: float) -> str:
 def _remarks(results: Results) -> list[str]:
     gates = [figure for figure in results.figures.values() if figure.holds is not None]
     verdict = f"gates met: {len(gates) - len(results.failed)} of {len(gates)}"
-    return [*results.remarks, *_generator(results), verdict, *(f"not met: {f.name}" for f in results.failed)]
+    cut = [
+        f"{name}: {number} streams ended before their end" for name, number in results.cut.items() if number
+    ]
+    return [
+        *results.remarks,
+        *cut,
+        *_generator(results),
+        verdict,
+        *(f"not met: {f.name}" for f in results.failed),
+    ]
 
 
 def _generator(results: Results) -> list[str]:

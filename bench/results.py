@@ -1,5 +1,6 @@
 """What was measured, figure by figure, and what it must reach."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -74,6 +75,8 @@ class Results:
 
     figures: dict[str, Figure] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
+    cut: Counter[str] = field(default_factory=Counter)
+    """Streams that ended before their end, by subject."""
 
     def note(self, name: str, unit: str, subject: str, value: float, gate: Gate | None = None) -> None:
         """Add one value of a figure; a gate once given stays."""

@@ -87,8 +87,7 @@ async def streamed_chat(
     before = cpu_seconds(pids)
     found = await stream(subject.port, request, at_once, seconds)
     used = cpu_seconds(pids) - before
-    if found.cut:
-        results.remarks.append(f"{subject.name}: {found.cut} streams were cut")
+    results.cut[subject.name] += found.cut
     if not found.gaps:
         results.remarks.append(f"{subject.name}: no two events of a stream in {seconds:g} s: failed")
         return
