@@ -13,6 +13,7 @@ from llamastead.shared.devices.device import HOST, Device
 from llamastead.shared.devices.gpus import Gpus
 from llamastead.shared.devices.host import process_memory, read_host
 from llamastead.shared.devices.listed import Listed, parse_listing
+from llamastead.shared.disk import unusable
 from llamastead.shared.margins import margin
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.core import ledger
@@ -221,7 +222,16 @@ class Devices:
         self._gpus.close()
 
     def _read(self, pids: Mapping[str, int]) -> tuple[list[Device], Mapping[str, tuple[int, int] | None]]:
-        self._known = (*self._gpus.read(), read_host())
+        try:
+            self._known = (*self._gpus.read(), read_host())
+            used = {instance: process_memory(pid) for instance, pid in pids.items()}
+        except OSError as error:
+            if not self._known:
+                raise
+            # Nothing is known now of what was read before: it stands, until files can be opened again.
+            problem = unusable("the host's memory", error)
+            self._known = tuple(replace(d, problem=problem) if d.name == HOST else d for d in self._known)
+            used = {}
         if self._reported() and time.monotonic() - self._listed_at > LISTED_AGAIN_S:
             self._listings = {
                 path: (engine, self._ask(engine)) for path, (engine, _) in self._listings.items()
@@ -236,7 +246,7 @@ class Devices:
         found += [Device(name, 0, 0, problem=ONLY_CONFIGURED) for name in untold]
         found = [self._sized(d) for d in found if d.name == HOST or self._pool(d) != HOST]
         self.devices = {device.name: device for device in found}
-        return found, {instance: process_memory(pid) for instance, pid in pids.items()}
+        return found, used
 
     def _sized(self, device: Device) -> Device:
         """Return a device with the size that the operator says it has; what is used of it is as it says."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llamastead.shared.devices.device import HOST, Device
+from llamastead.shared.disk import raise_shortage
 
 ROOT = Path("/")
 
@@ -11,7 +12,8 @@ ROOT = Path("/")
 def read_host(root: Path = ROOT) -> Device:
     """Return total and free bytes of the host. `root` is where /proc and /sys are.
 
-    Free is what can be had without swapping: pages of files that could be dropped count as free.
+    Free is what can be had without swapping: pages of files that could be dropped count as free. Raises
+    OSError where no more files can be opened, which is no word about the memory.
     """
     known = _table(root / "proc/meminfo", unit=1024)
     total, free = known.get("MemTotal", 0), known.get("MemAvailable", 0)
@@ -27,7 +29,8 @@ def process_memory(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
     """Return a process's share of the host's memory in bytes: what can't be dropped, and pages of files that
     can.
 
-    Pages shared with others count in proportion. None if the process is gone or not ours to look at.
+    Pages shared with others count in proportion. None if the process is gone or not ours to look at. Raises
+    OSError where no more files can be opened.
     """
     known = _table(root / f"proc/{pid}/smaps_rollup", unit=1024)
     if "Pss" not in known:
@@ -38,17 +41,16 @@ def process_memory(pid: int, root: Path = ROOT) -> tuple[int, int] | None:
 
 
 def read_oom_kills(root: Path = ROOT) -> int:
-    """Return how many processes the kernel has ended for lack of memory since it runs."""
-    return _table(root / "proc/vmstat").get("oom_kill", 0)
+    """Return how many processes the kernel has ended for lack of memory, 0 where it does not tell."""
+    try:
+        return _table(root / "proc/vmstat").get("oom_kill", 0)
+    except OSError:
+        return 0
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int, str]]:
     """Yield limit, bytes in use that can't be dropped, and the name, for each cgroup above this process."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             yield from _v2(root / "sys/fs/cgroup", path)
@@ -88,22 +90,24 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
+    text = "".join(_lines(file)).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _table(file: Path, unit: int = 1) -> Mapping[str, int]:
     """Read lines of `name value`, a colon behind the name or not; nothing from a file that can't be read."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return {}
-    words = (line.split() for line in lines)
+    words = (line.split() for line in _lines(file))
     return {
         parts[0].rstrip(":"): int(parts[1]) * unit
         for parts in words
         if len(parts) > 1 and parts[1].isdecimal()
     }
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a file, none of one that can't be read. Raises OSError for want of files."""
+    try:
+        return file.read_text().splitlines()
+    except OSError as error:
+        raise_shortage(error)
+        return []

@@ -1,10 +1,12 @@
 """What engines list, matched with what NVML knows, and what the operator says of either."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_nvml import GIB, LOST, UNSUPPORTED, FakeGpu, FakeNvml
+from few_files import no_more_files
 from help_text import TABLE
 
 from llamastead.shared.devices.device import HOST
@@ -14,6 +16,7 @@ from llamastead.supervisor import devices as module
 from llamastead.supervisor.core.state import Device as Booked
 from llamastead.supervisor.devices import Devices
 from llamastead.supervisor.engine import Engine
+from llamastead.supervisor.running import Running
 
 pytestmark = pytest.mark.asyncio
 
@@ -164,3 +167,18 @@ async def test_c73_what_the_operator_says_of_a_device_wins(nvml: FakeNvml) -> No
     found = await read(devices)
     assert (found["Vulkan0"].total, found["Vulkan0"].free) == (110 * GIB, 109 * GIB)
     assert (found["gpu0"].total, found["gpu0"].free) == (10 * GIB, 6 * GIB)
+
+
+async def test_a_reading_for_which_there_are_no_files_leaves_the_one_before(nvml: FakeNvml) -> None:
+    """Read all devices, and again without files: the same, with a word about the host, no room of 0 bytes."""
+    nvml.show(CARD)
+    devices = devices_of()
+    running = {"h-1-1": Running("m", "", "", pid=os.getpid())}
+    before = (await devices.read(running)).devices
+    with no_more_files(os.getpid()):
+        read = await devices.read(running)
+    assert (read.devices, read.seen) == (before, {"h-1-1": {}})
+    assert "ulimit -n" in devices.devices[HOST].problem
+    after = await devices.read(running)
+    assert after.seen["h-1-1"][HOST] > 0
+    assert not devices.devices[HOST].problem
