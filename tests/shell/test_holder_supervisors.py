@@ -334,7 +334,8 @@ async def test_a_slow_reader_misses_lines_and_nothing_else(
         # The holder must be gone before we read: from then on the stream has an end.
         slow.settimeout(PATIENCE_S)
         received = b""
-        while b'"type": "exit"' not in received and b'"phase": "exited"' not in received:
+        ends = b'"type": "exit"', b'"phase": "exited"'
+        while not (received.endswith(b"\n") and any(end in received for end in ends)):
             got = await asyncio.to_thread(slow.recv, 1 << 16)
             assert got
             received += got
