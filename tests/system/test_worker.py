@@ -1,7 +1,6 @@
 """The worker as a process on a real Valkey: real jobs run, anything else fails without being imported."""
 
 import json
-import os
 import pickle
 import signal
 import socket
@@ -13,7 +12,7 @@ import pytest
 import redis as blocking
 from tiny import tiny_model
 from valkey_server import start_valkey
-from worker_kit import KEYS, Worker, opened, until
+from worker_kit import KEYS, Worker, until
 
 from llamastead.shared.jobs import MEASURE, Jobs, file_identity, import_rq
 from llamastead.shared.store.connect import connect
@@ -165,24 +164,6 @@ def test_stops_when_asked_and_is_gone_from_the_list(worker: Worker) -> None:
     assert worker.process.wait(20) == 0
     assert worker.redis.zrange(KEYS.workers, 0, -1) == []
     assert not worker.redis.keys(f"{KEYS.prefix}worker:*")
-
-
-async def test_term_waits_for_the_job_at_hand(worker: Worker, tmp_path: Path) -> None:
-    """Ask it to stop while a job hangs on its file: the job ends first, then it, with code 0."""
-    model, fifo = tiny_model(tmp_path / "tiny.gguf", 1), tmp_path / "mmproj.gguf"
-    os.mkfifo(fifo)
-    jobs = Jobs(worker.url, KEYS)
-    await jobs.read_metadata("m", model, fifo, "id1")
-    until(lambda: worker.state() == "busy", "busy worker")
-    end = until(lambda: opened(fifo), "job that reads the pipe")
-    worker.process.send_signal(signal.SIGTERM)
-    os.close(end)  # the job reads on and finds an empty file
-    assert worker.process.wait(20) == 0
-    assert "error" in worker.redis.hgetall(KEYS.metadata("id1"))
-    record = await jobs.record("metadata-id1")
-    assert record is not None
-    assert (record.state, record.attempt) == (JobState.FAILED, 1)
-    jobs.close()
 
 
 async def test_living_workers_are_shown_and_dead_ones_forgotten(worker: Worker) -> None:

@@ -247,6 +247,22 @@ async def test_c183_c193_told_to_end_at_any_moment_a_worker_loses_no_job(
     assert await bench.jobs.sweep() == []
 
 
+async def test_term_waits_for_the_job_at_hand(bench: Stand, slow: Slow) -> None:
+    """TERM once amid a measurement: the job ends first, whole, then the worker, with code 0."""
+    worker = bench.worker().ready()
+    await slow.ask()
+    pids = slow.processes(worker)
+    os.kill(worker.pid, signal.SIGTERM)
+    seen = bench.record(slow.job).changed_ms
+    until(lambda: bench.record(slow.job).changed_ms > seen + 1000, "job that goes on")
+    assert not any(is_gone(pid) for pid in pids)
+    slow.open()
+    assert worker.process.wait(30) == 0
+    record = bench.record(slow.job)
+    assert (record.state, record.attempt) == (JobState.DONE, 1)
+    assert slow.outcome()["state"] == "measured"
+
+
 async def test_c193_signals_set_a_flag_and_raise_nothing(bench: Stand, slow: Slow) -> None:
     """TERM twice amid a measurement: the job is given back, not failed, and another worker does it."""
     first = bench.worker().ready()

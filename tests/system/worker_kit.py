@@ -30,14 +30,6 @@ PROGRAM = (
 OVER = (JobState.DONE, JobState.FAILED)
 
 
-def opened(fifo: Path) -> int | None:
-    """Return the writing end of a pipe, None while nobody reads it."""
-    try:
-        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-
-
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; one that only waits to be reaped has."""
     try:
