@@ -38,7 +38,8 @@ class Book:
     devices: Devices
     known: dict[str, Known] = field(default_factory=dict)
     worker_lives: bool = False
-    stale: dict[str, None] = field(default_factory=dict)
+    stale: dict[str, int] = field(default_factory=dict)
+    _refreshes: int = 0
     _specs: dict[str, ModelSpec] = field(default_factory=dict)
     _dirty: set[str] = field(default_factory=set)
     _missing: dict[str, str] = field(default_factory=dict)
@@ -62,23 +63,28 @@ class Book:
         entries = self.configuration.registry.entries
         for name in (self._specs.keys() | self._spots.keys() | self.stale.keys()) - entries.keys():
             self._forget(name)
+        self._refreshes += 1
         odd = (name for name, spots in self._spots.items() if spots.problem)
         for name in list(entries) if names is None else [*names, *odd]:
-            self.stale[name] = None
+            self.stale[name] = self._refreshes
             self._dirty.add(name)
 
     def reckon(self, names: Iterable[str]) -> list[Reckoned]:
         """Return the figures of models as their files, presets and devices are now. Changes nothing."""
+        refreshes = self._refreshes  # before the rest: what is refreshed meanwhile stays stale
         entries = self.configuration.registry.entries
         reckoner = Reckoner(self.configuration, self.devices, self._same)
-        return [reckoner.reckon(entries[name]) for name in names if name in entries]
+        found = (reckoner.reckon(entries[name]) for name in names if name in entries)
+        return [replace(each, refreshes=refreshes) for each in found]
 
     def _same(self, key: Key) -> Known | None:
         named = list(self._named.get(key, {}).values())  # whole at once: this is asked from a thread
         return named[0] if named else None
 
     def take(self, found: Iterable[Reckoned]) -> None:
-        """Put figures into force, but those of models that are configured otherwise by now."""
+        """Put figures into force, but those of models that are configured otherwise by now. What was
+        refreshed after they were begun stays stale.
+        """
         for each in found:
             name = each.entry.name
             if self.configuration.registry.entries.get(name) == each.entry:
@@ -90,7 +96,8 @@ class Book:
                 if each.split is not None:
                     self._split[name] = each.split
                     self._named.setdefault(each.split.key, {})[name] = each.split
-                self.stale.pop(name, None)
+                if self.stale.get(name, 0) <= each.refreshes:
+                    self.stale.pop(name, None)
                 self._enforce(name)
 
     def count_workers(self, number: int) -> bool:

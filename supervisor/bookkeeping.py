@@ -55,7 +55,6 @@ class Bookkeeping:
         """
         self._book.refresh(names)
         async with self._choosing:
-            self._book.refresh(names)  # again: a slice at work has looked at what was before
             stale = self._book.stale
             ahead = [name for name in self._in_use() if name in stale]
             await self._reckon(dict.fromkeys((*ahead, *itertools.islice(stale, SLICE))))

@@ -32,13 +32,15 @@ _MEASURED_WITH = ("LLAMA_ARG_", "LD_LIBRARY_PATH", *DEVICE_PREFIXES)
 @dataclass(frozen=True)
 class Reckoned:
     """What was worked out of one model: where it may lie, and what it takes `whole` on a device, or as it is
-    started where it has no choice, and `split` where it has; None where its files tell nothing.
+    started where it has no choice, and `split` where it has; None where its files tell nothing. `refreshes`
+    is how many the book had seen when the work began.
     """
 
     entry: ModelEntry
     spots: Spots
     whole: Known | None
     split: Known | None
+    refreshes: int = 0
 
 
 class Reckoner:

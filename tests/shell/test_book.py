@@ -306,6 +306,18 @@ async def test_figures_of_a_model_that_just_went_are_taken_all_the_same(shelf: S
     assert book.show("m") == {}
 
 
+async def test_what_is_refreshed_while_it_is_reckoned_is_reckoned_again(shelf: Shelf) -> None:
+    """Begin to reckon a model, then have all reckoned anew: the older figures serve, and it stays stale."""
+    book = await shelf.open()
+    book.refresh(["m"])
+    begun = book.reckon(["m"])
+    book.refresh()
+    book.take(begun)
+    assert list(book.stale) == ["m", "n"]
+    book.take(book.reckon(["m", "n"]))
+    assert not book.stale
+
+
 async def test_c78_experts_kept_on_the_host_are_booked_there_before_anything_is_measured(
     shelf: Shelf, tmp_path: Path
 ) -> None:
