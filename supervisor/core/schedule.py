@@ -153,7 +153,15 @@ def _lie_down(draft: Draft) -> None:
 
 
 def _plan(draft: Draft) -> None:
-    """Go through the queue in order: start what has room, make room for the rest, note why each one waits."""
+    """Plan until nobody is refused by it: those before may need what was spared for the refused one."""
+    while _plan_once(draft):
+        pass
+
+
+def _plan_once(draft: Draft) -> bool:
+    """Go through the queue in order: start what has room, make room for the rest, note why each one waits.
+    Return whether one was refused.
+    """
     entries = queue.entries(draft.state)
     wanted = {entry.model for entry in entries}
     _forget_retries(draft, wanted)
@@ -182,6 +190,7 @@ def _plan(draft: Draft) -> None:
         name: replace(ended, owner=owners.get(name)) for name, ended in draft.state.releasing.items()
     }
     draft.state = replace(draft.state, waits=waits, releasing=releasing)
+    return waits.keys() < wanted
 
 
 def _forget_retries(draft: Draft, waiting: set[str]) -> None:

@@ -5,7 +5,8 @@ from core_herd import Herd, ready, spec
 from llamastead.shared.words import EndClass, InstanceState
 from llamastead.supervisor.core import actions as act
 from llamastead.supervisor.core import events as ev
-from llamastead.supervisor.core.state import Claims
+from llamastead.supervisor.core import ledger
+from llamastead.supervisor.core.state import Claims, Device
 
 S = InstanceState
 
@@ -82,6 +83,25 @@ def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     assert herd.ask("a", at=20.0) == (act.Want(herd.of("d").id),)
     assert herd.why("a").startswith("waits for d, in use")
     assert herd.ask("b", at=21.0)[-1] == act.TryStop(herd.of("c").id, EndClass.EVICTED, "b")
+
+
+def test_a_sleeper_whose_entry_is_refused_makes_room_at_once() -> None:
+    """B waits for the one slot, which A sleeps in; A is asked for, too, and is too big to wake by now since
+    others use its device for good: with that refusal A goes for B.
+    """
+    herd = Herd(spec("a", needs={"g": 4}), "b", models_max=1)
+    herd.read(g=Device(4, 4))
+    ready(herd, "a", used=1.0)
+    a = herd.of("a").id
+    herd.do(ev.FellAsleep(a), at=5.0)
+    herd.do(ev.Slept(a))
+    herd.read(seen={a: {"g": 0}}, g=Device(4, 0))
+    assert herd.ask("a", "b", at=20.0) == ()
+    herd.t += ledger.RELEASE_AWAITED_S
+    refused, _, stop = herd.read(seen={a: {"g": 0}})
+    assert isinstance(refused, act.FailTickets)
+    assert (refused.model, stop) == ("a", act.TryStop(a, EndClass.EVICTED, "b"))
+    assert herd.tick(herd.t) == ()
 
 
 def test_sleep_is_refused_while_somebody_holds_the_instance() -> None:
