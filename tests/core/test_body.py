@@ -1,23 +1,16 @@
-"""The model's name in request bodies: whole and piecewise, against the standard library's parser."""
+"""The model's name in JSON bodies: whole and piecewise, against the standard library's parser."""
 
-import asyncio
 import json
-import math
 import tracemalloc
-import zlib
-from email import message_from_bytes
-from email.policy import HTTP
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given
+from body_pieces import Verdict, cuts, pieces_of
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llamastead.gateway.body import MEMORY_BYTES, Body, ClientGone, read_body
-from llamastead.gateway.formscan import BrokenForm, FormScan
 from llamastead.gateway.jsonscan import (
     MAX_DEPTH,
     BrokenJson,
@@ -26,15 +19,6 @@ from llamastead.gateway.jsonscan import (
     NotAString,
     model_of_json,
 )
-from llamastead.shared.errors import ApiError
-
-Verdict = tuple[str, Any]
-
-
-def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
-    """Cut `data` at the given places, taken modulo its length."""
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in pairwise(places)]
 
 
 def scanned(pieces: list[bytes]) -> ModelField:
@@ -103,7 +87,6 @@ def objects(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 values = st.recursive(scalars, lambda inner: st.one_of(arrays(inner), objects(inner)), max_leaves=30)
 documents = st.one_of(objects(values), objects(values), values).map(str.encode)
-cuts = st.lists(st.integers(0, 10_000), max_size=12)
 # What breaks a text: characters put in, cut out or swapped.
 noise = st.one_of(
     st.sampled_from(b',}]{["\\:-.e0\x00\n\xff\xc3').map(lambda byte: bytes([byte])),
@@ -173,8 +156,8 @@ def test_the_kept_bodies_get_the_full_parsers_verdict_in_any_pieces(path: Path) 
     assert (whole[0] == "broken") == path.name.startswith("broken-")
     assert whole[0] == expected[0]
     assert whole == expected or whole[0] == "not a string"
-    for cuts in (list(range(len(data))), *([cut] for cut in range(len(data)))):
-        assert verdict(partial(scanned, pieces_of(data, cuts))) == whole
+    for places in (list(range(len(data))), *([cut] for cut in range(len(data)))):
+        assert verdict(partial(scanned, pieces_of(data, places))) == whole
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
@@ -243,310 +226,3 @@ def test_a_long_array_costs_no_memory(item: bytes) -> None:
     assert peak < 6 << 20
     scan.feed(b"0]}")
     assert scan.finish() == "m"
-
-
-BOUNDARY = "----7MA4YWxk"
-
-
-def form(*parts: tuple[str, bytes]) -> bytes:
-    """Build a form of (head, content) parts."""
-    body = b"".join(f"--{BOUNDARY}\r\n{head}\r\n\r\n".encode() + content + b"\r\n" for head, content in parts)
-    return body + f"--{BOUNDARY}--\r\n".encode()
-
-
-def form_model(pieces: list[bytes], content_type: bytes | None = None) -> str | None:
-    scan = FormScan(content_type or f"multipart/form-data; boundary={BOUNDARY}".encode())
-    for piece in pieces:
-        scan.feed(piece)
-    return scan.finish()
-
-
-MODEL = 'Content-Disposition: form-data; name="model"'
-FILE = 'content-disposition: form-data; name="file"; filename="model"\r\nContent-Type: audio/wav'
-
-
-@given(
-    st.permutations(
-        [(MODEL, b"whisper"), (FILE, b"\r\n--" + BOUNDARY[:-1].encode() + b"\r\n\x00" * 9), (FILE, b"")]
-    ),
-    cuts,
-)
-def test_c141_a_forms_model_is_found_anywhere(parts: list[tuple[str, bytes]], cuts: list[int]) -> None:
-    """The field before, between and after files that look like boundaries, cut anywhere."""
-    assert form_model(pieces_of(form(*parts), cuts)) == "whisper"
-
-
-@pytest.mark.parametrize(
-    ("body", "found"),
-    [
-        (form((MODEL, b"a"), (MODEL, b"b")), "b"),
-        (form((FILE, b"x")), None),
-        (form(('Content-Disposition: form-data; filename="x"; name="model"', b"file")), None),
-        (form(("Content-Disposition: form-data; name=model", b"bare")), "bare"),
-        (form(("X: y\r\n" + MODEL + "\r\nZ: z", "ü".encode())), "ü"),
-        (b"preamble\r\n" + form((MODEL, b"a")) + b"epilogue", "a"),
-        (form(), None),
-    ],
-)
-def test_a_forms_fields(body: bytes, found: str | None) -> None:
-    """Fields in all their spellings: the last `model` that is no file counts."""
-    assert form_model([body]) == found
-    assert form_model(pieces_of(body, list(range(len(body))))) == found
-
-
-@pytest.mark.parametrize(
-    ("body", "content_type", "problem"),
-    [
-        (form((MODEL, b"a"))[:-6], None, "without its closing boundary"),
-        (form((MODEL, b"\xff")), None, "UTF-8"),
-        (form((MODEL, b"a" * 20_000)), None, "longer than"),
-        (form((MODEL + "\r\nX: " + "y" * 20_000, b"a")), None, "head is longer than"),
-        (form((MODEL, b"a")).replace(b"\r\n", b" " * 400 + b"\r\n", 1), None, "must end its line"),
-        (f"--{BOUNDARY}junk\r\n".encode() + b"x" * 99, None, "must end its line"),
-        (f"--{BOUNDARY}\r\nA: ".encode() + b"x" * 20_000, None, "head is longer"),
-        (b"", b"multipart/form-data", "without a boundary"),
-    ],
-)
-def test_a_broken_form_is_refused(body: bytes, content_type: bytes | None, problem: str) -> None:
-    """A form that ends early, or isn't one: refused with what is wrong, in whatever pieces it comes."""
-    for pieces in ([body], pieces_of(body, list(range(0, len(body), 97)))):
-        with pytest.raises(BrokenForm, match=problem):
-            form_model(pieces, content_type)
-
-
-def form_verdict(pieces: list[bytes], boundary: str = BOUNDARY) -> Verdict:
-    """Scan a form and note what came: a name or none, or a refusal with its reason, but for the place."""
-    try:
-        return ("model", form_model(pieces, f'multipart/form-data; boundary="{boundary}"'.encode()))
-    except BrokenForm as broken:
-        return ("broken", str(broken).partition(": ")[2])
-
-
-def by_mail_parser(body: bytes, boundary: str) -> Verdict:
-    """What the standard library makes of a form, read as the mail whose shape it has."""
-    head = f'Content-Type: multipart/form-data; boundary="{boundary}"\r\n\r\n'.encode()
-    found = None
-    for part in message_from_bytes(head + body, policy=HTTP).iter_parts():
-        if part.get_param("name", header="content-disposition") == "model" and part.get_filename() is None:
-            found = part.get_payload(decode=True).decode()
-    return ("model", found)
-
-
-boundaries = st.from_regex(r"[0-9A-Za-z'()+_,./:=?-]{1,60}", fullmatch=True)
-form_names = st.sampled_from(["model", "Model", "models", "file", "prompt", "x model", "modèle"])
-form_files = st.sampled_from([None, None, "a.wav", "model", "ünï.wav", ""])
-form_heads = st.sampled_from(["", "Content-Type: text/plain\r\n", "X-A: name=model\r\n"])
-contents = st.one_of(st.text(max_size=20).map(str.encode), st.sampled_from([b"", b"m", b"--", b"-", b"\r\n"]))
-
-
-@given(boundaries, st.lists(st.tuples(form_names, form_files, form_heads, contents), max_size=5), cuts)
-def test_a_generated_form_is_what_a_full_parser_makes_of_it(
-    boundary: str, fields: list[tuple[str, str | None, str, bytes]], cuts: list[int]
-) -> None:
-    """Fields and files with odd names and boundaries, cut anywhere: the standard library finds the same."""
-    delimiter = f"--{boundary}".encode()
-    assume(not any(delimiter in content for *_, content in fields))
-    body = b""
-    for name, file, head, content in fields:
-        named = f'Content-Disposition: form-data; name="{name}"'
-        named += "" if file is None else f'; filename="{file}"'
-        body += b"%b\r\n%b\r\n\r\n%b\r\n" % (delimiter, (head + named).encode(), content)
-    body += delimiter + b"--\r\n"
-    expected = by_mail_parser(body, boundary)
-    assert form_verdict([body], boundary) == expected
-    assert form_verdict(pieces_of(body, cuts), boundary) == expected
-
-
-shreds = st.sampled_from(
-    [
-        *(b"--b", b"\r\n", b"--b--", b"\r\n--b\r\n", MODEL.encode(), FILE.encode(), b"\r\n\r\n", b"\n"),
-        *(b"m", b" ", b"\t", b'; filename="x"', b"\xff", b"-", b"--", b"X: y", b"b", b"x" * 300),
-    ]
-)
-
-
-@given(st.lists(shreds, max_size=14).map(b"".join), cuts)
-def test_a_damaged_form_gets_one_verdict(data: bytes, cuts: list[int]) -> None:
-    """Shreds of forms in any order and any pieces: one verdict, and never another error."""
-    whole = form_verdict([data], "b")
-    assert form_verdict(pieces_of(data, cuts), "b") == whole
-    assert form_verdict(pieces_of(data, list(range(len(data)))), "b") == whole
-
-
-FORMS = sorted((Path(__file__).parent.parent / "corpus" / "forms").iterdir())
-"""Forms with the boundary `b`, kept for ever. A name begins with the model that must be found, `none`, or
-`broken`."""
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_the_kept_forms_get_their_verdict_in_any_pieces(path: Path) -> None:
-    """Each whole, byte by byte, and cut in two everywhere: the verdict that its name says."""
-    data = path.read_bytes()
-    whole = form_verdict([data], "b")
-    said = path.name.partition("-")[0]
-    assert whole[0] == "broken" if said == "broken" else whole == ("model", None if said == "none" else said)
-    for cuts in (list(range(len(data))), *([cut] for cut in range(len(data)))):
-        assert form_verdict(pieces_of(data, cuts), "b") == whole
-
-
-async def read(
-    pieces: list[bytes],
-    *headers: tuple[bytes, bytes],
-    limit: int = 10_000_000,
-    search: bool = True,
-    gone: bool = False,
-) -> Body:
-    """Read a body from a `receive` that gives these pieces; `gone`: the client leaves before the last."""
-    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
-    if gone:
-        messages[-1] = {"type": "http.disconnect"}
-    else:
-        messages[-1]["more_body"] = False
-    queue = iter(messages)
-
-    async def receive() -> Any:
-        return next(queue)
-
-    return await read_body(receive, headers, limit, search=search)
-
-
-async def never() -> Any:
-    """A `receive` that nobody may call."""
-    raise AssertionError("nothing may be read")
-
-
-async def again(body: Body) -> bytes:
-    """Read the whole body back."""
-    if body.in_memory:
-        return body.data
-    parts: list[bytes] = []
-    while (size := sum(map(len, parts))) < body.size:
-        parts.append(await body.read_at(size))
-    return b"".join(parts)
-
-
-@pytest.mark.parametrize("size", [0, 10, MEMORY_BYTES, MEMORY_BYTES + 1, 3 * MEMORY_BYTES])
-async def test_a_body_can_be_read_again_exactly(size: int) -> None:
-    """Bodies around the memory limit, in pieces: held in memory or in a file, given back exactly, twice."""
-    data = b'{"model":"m","x":"' + b"y" * size + b'"}' if size else b""
-    count = math.ceil(len(data) / 65_536) or 1
-    body = await read([data[k * 65_536 : (k + 1) * 65_536] for k in range(count)])
-    assert body.model == ("m" if size else None)
-    assert body.in_memory == (len(data) <= MEMORY_BYTES)
-    assert [await again(body), await again(body)] == [data, data]
-    body.close()
-
-
-async def test_c144_a_body_at_the_limit_passes_and_one_byte_more_is_413() -> None:
-    """Sizes at the limit and above, announced or not: 413 only above, an announced one unread."""
-    data = b'{"model":"m"}'
-    for pieces in ([data], [data[:5], data[5:]]):
-        body = await read(pieces, limit=len(data))
-        assert body.model == "m"
-        with pytest.raises(ApiError) as refused:
-            await read(pieces, limit=len(data) - 1)
-        assert refused.value.status == 413
-    with pytest.raises(ApiError) as refused:
-        await read_body(never, [(b"content-length", b"14")], 13, search=True)
-    assert refused.value.status == 413
-
-
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ([(b"content-length", b"2"), (b"transfer-encoding", b"chunked")], 400),
-        ([(b"content-length", b"-2")], 400),
-        ([(b"content-encoding", b"br")], 415),
-        ([(b"content-encoding", b"zstd")], 415),
-        ([(b"content-encoding", b"gzip, gzip")], 415),
-        ([(b"content-type", b"multipart/form-data")], 400),
-    ],
-)
-async def test_c142_a_body_with_two_lengths_or_an_unknown_form_is_refused(
-    headers: list[tuple[bytes, bytes]], status: int
-) -> None:
-    """Heads that can't be right: refused before anything is counted."""
-    with pytest.raises(ApiError) as refused:
-        await read([b"{}"], *headers)
-    assert refused.value.status == status
-
-
-GZIP, DEFLATE = zlib.MAX_WBITS | 16, zlib.MAX_WBITS
-
-
-def packed(data: bytes, bits: int = GZIP) -> bytes:
-    """Compress, as gzip unless told otherwise."""
-    packer = zlib.compressobj(9, wbits=bits)
-    return packer.compress(data) + packer.flush()
-
-
-@pytest.mark.parametrize("step", [1, 7, 100_000])
-@pytest.mark.parametrize(("coding", "bits"), [(b"gzip", GZIP), (b"X-GZip ", GZIP), (b"deflate", DEFLATE)])
-async def test_c145_a_compressed_body_is_kept_decoded(coding: bytes, bits: int, step: int) -> None:
-    """Each known coding, cut anywhere, small and spooled: decoded exactly, the model found on the way."""
-    for size in (10, 3 * MEMORY_BYTES):
-        data = b'{"x":"' + b"y" * size + b'","model":"m"}'
-        raw = packed(data, bits)
-        pieces = [raw[at : at + step] for at in range(0, len(raw), step)]
-        body = await read(pieces, (b"content-encoding", coding))
-        assert body.model == "m"
-        assert await again(body) == data
-        body.close()
-
-
-async def test_c145_joined_members_and_an_empty_body_are_whole() -> None:
-    """Two gzip members end to end are one body; a coding announced for no body at all hurts nobody."""
-    joined = await read([packed(b'{"model":') + packed(b'"m"}')], (b"content-encoding", b"gzip"))
-    assert (joined.model, joined.data) == ("m", b'{"model":"m"}')
-    assert (await read([b""], (b"content-encoding", b"gzip"))).size == 0
-
-
-@pytest.mark.parametrize("data", [packed(b'{"model":"m"}')[:-3], b"not gzip", packed(b"{}") + b"tail"])
-async def test_c145_what_is_not_the_coding_it_names_is_400(data: bytes) -> None:
-    """Cut short, plain text, and something behind the end: 400 that names the coding."""
-    with pytest.raises(ApiError, match="not valid gzip") as refused:
-        await read([data], (b"content-encoding", b"gzip"))
-    assert refused.value.status == 400
-
-
-async def test_c145_a_bomb_is_413_and_costs_no_memory() -> None:
-    """Two MiB that decode to 2 GiB, in one piece, limit 50 MB: 413, with a few MiB of memory at most."""
-    bomb = packed(b"[" + b" " * (1 << 20)) + packed(b" " * (1 << 20)) * 2047
-    tracemalloc.start()
-    try:
-        with pytest.raises(ApiError) as refused:
-            await read([bomb], (b"content-encoding", b"gzip"), limit=50_000_000)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert refused.value.status == 413
-    assert peak < 16 << 20
-
-
-async def test_broken_json_in_a_large_body_is_400_with_its_place() -> None:
-    """A spooled body that breaks off at its end: 400 that says where."""
-    with pytest.raises(ApiError, match="line 1, column") as refused:
-        await read([b'{"model":"m","x":"', b"y" * 2 * MEMORY_BYTES, b'"'])
-    assert refused.value.status == 400
-
-
-async def test_a_client_that_leaves_during_its_upload_is_gone() -> None:
-    """The disconnect comes before the body's end: ClientGone, whether the body is still in memory or not."""
-    for size in (10, 2 * MEMORY_BYTES):
-        with pytest.raises(ClientGone):
-            await read([b'["' + b"y" * size, b""], gone=True)
-
-
-async def test_cancelled_while_it_writes_the_file_closes_after_the_write() -> None:
-    """Cancel in the middle of a spill: the read ends at once; a file left open would fail the test run."""
-    started = asyncio.Event()
-
-    async def receive() -> Any:
-        started.set()
-        return {"type": "http.request", "body": b" " * (MEMORY_BYTES + 1), "more_body": True}
-
-    task = asyncio.create_task(read_body(receive, [], 1 << 30, search=False))
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
