@@ -1,7 +1,11 @@
 """Looks at files whose names come from elsewhere."""
 
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+NAMED = 4
+"""So many missing files are named; a model may have thousands of shards."""
 
 
 def absolute_path(text: str | Path) -> Path:
@@ -26,6 +30,17 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+def missing(files: Iterable[Path]) -> list[Path]:
+    """Return those files that can't be found."""
+    return [file for file in files if not is_file(file)]
+
+
+def some_of(names: Sequence[str | Path]) -> str:
+    """Return the first of some names, and how many more there are."""
+    text = ", ".join(map(str, names[:NAMED]))
+    return text if len(names) <= NAMED else f"{text} and {len(names) - NAMED} more"
 
 
 def is_text(path: str | Path) -> bool:

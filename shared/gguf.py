@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamastead.shared.files import is_file
+from llamastead.shared.files import missing, some_of
 
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 """File names of a model in several files: stem, number and count."""
@@ -83,8 +83,8 @@ def read_metadata(path: Path, mmproj: Path | None = None) -> GgufMetadata:
     Takes milliseconds, 0.1 s with 250 000 tokens. Raises GgufError, also for a missing shard.
     """
     files = shard_files(path)
-    if missing := [file.name for file in files if not is_file(file)]:
-        raise GgufError(f"{', '.join(missing)} not found in {path.parent}")
+    if gone := missing(files):
+        raise GgufError(f"{some_of([file.name for file in gone])} not found in {path.parent}")
     headers = [_read_header(file) for file in files]
     values = headers[0].values
     architecture = values.get("general.architecture")

@@ -9,7 +9,7 @@ from typing import cast
 
 from redis.asyncio import Redis
 
-from llamastead.shared.files import is_file
+from llamastead.shared.files import missing, some_of
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.supervisor.book import Book
@@ -116,6 +116,4 @@ class Bookkeeping:
 
 def _missing_files(entries: Iterable[ModelEntry]) -> dict[str, str]:
     """Return model → its files that can't be found, in one text; "" where none is missing."""
-    return {
-        entry.name: ", ".join(str(file) for file in entry.files if not is_file(file)) for entry in entries
-    }
+    return {entry.name: some_of(missing(entry.files)) for entry in entries}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from llamastead.shared.addresses import Address, TcpAddress, UnixAddress
-from llamastead.shared.files import is_file
+from llamastead.shared.files import missing, some_of
 from llamastead.shared.secret import instance_key
 from llamastead.shared.settings import NEVER_S
 from llamastead.supervisor.engine import Engine
@@ -133,8 +133,8 @@ def build_spec(
     if not any(map(selects_model, entry.options)):
         raise LaunchError(f"[{entry.name}] names no model; add `model = PATH` to its section")
     # The engine would only find out after it has read the weights.
-    if missing := [str(file) for file in entry.files[1:] if not is_file(file)]:
-        raise LaunchError(f"{entry.name} can't be loaded: {', '.join(missing)} not found")
+    if gone := missing(entry.files[1:]):
+        raise LaunchError(f"{entry.name} can't be loaded: {some_of(gone)} not found")
     if unknown := [name for name in entry.options if name not in engine.options]:
         raise LaunchError(f"{engine.path} of [{entry.name}] has no option --{unknown[0]}")
     options = instance_options(entry, engine.options, address, environ, cache_ram_mib)

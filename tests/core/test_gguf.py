@@ -83,6 +83,12 @@ def test_shards_count_together_and_a_missing_one_is_named(tmp_path):
         read_metadata(first)
 
 
+def test_of_many_missing_shards_a_few_are_named(tmp_path: Path) -> None:
+    """The first of 99 999 shards is there: four of the others are named, and the rest counted."""
+    with pytest.raises(GgufError, match=r"00005-of-99999\.gguf and 99994 more not found in"):
+        read_metadata(tiny_model(tmp_path / "m-00001-of-99999.gguf", 1))
+
+
 def test_a_big_vocabulary_is_skipped_quickly(tmp_path):
     """Read a model with half a million tokens; five-fold slack on what it takes here."""
     tokens = [f"token-{number}" for number in range(500_000)]
