@@ -2,7 +2,8 @@
 
 import os
 import struct
-import time
+import tracemalloc
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -89,14 +90,24 @@ def test_of_many_missing_shards_a_few_are_named(tmp_path: Path) -> None:
         read_metadata(tiny_model(tmp_path / "m-00001-of-99999.gguf", 1))
 
 
-def test_a_big_vocabulary_is_skipped_quickly(tmp_path):
-    """Read a model with half a million tokens; five-fold slack on what it takes here."""
+@contextmanager
+def little_memory():
+    """Expect no more than a megabyte to be taken meanwhile: nothing is built of what is only counted."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_big_vocabulary_is_skipped(tmp_path):
+    """Read a model with half a million tokens: they are counted, not read."""
     tokens = [f"token-{number}" for number in range(500_000)]
     model = write(tmp_path / "big.gguf", tokenizer__ggml__tokens=tokens, llama__context_length=7)
-    start = time.perf_counter()
-    metadata = read_metadata(model)
+    with little_memory():
+        metadata = read_metadata(model)
     assert (metadata.n_vocab, metadata.n_ctx_train, metadata.n_params) == (500_000, 7, 64)
-    assert time.perf_counter() - start < 1.5
 
 
 @pytest.mark.parametrize(
@@ -158,13 +169,12 @@ def test_the_self_test_model_is_a_gguf(tmp_path):
     ],
 )
 def test_a_header_that_says_what_cannot_be_costs_neither_memory_nor_an_error(tmp_path, values):
-    """Estimate what a broken file takes: at least its size, at once."""
+    """Estimate what a broken file takes: at least its size."""
     path = write(tmp_path / "m.gguf", llama__embedding_length=64, llama__attention__head_count=4, **values)
-    began = time.monotonic()
-    found = estimate(path, read_use({"ctx-size": "512"}))
+    with little_memory():
+        found = estimate(path, read_use({"ctx-size": "512"}))
     assert found.parts.total >= path.stat().st_size
     assert found.parts.context >= 0
-    assert time.monotonic() - began < 1
 
 
 def test_a_tensor_with_a_number_beyond_all_is_of_no_layer(tmp_path):
