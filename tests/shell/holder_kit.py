@@ -102,6 +102,17 @@ class Watcher:
         return [event for _, event in self.events if isinstance(event, kind)]
 
 
+async def caught_up(watcher: Watcher, instance: str) -> None:
+    """Return once all was read that the holder had told until now: its `hello` comes behind that.
+
+    A holder leaves lines out for a reader that is behind.
+    """
+    link = watcher.holders._links[instance]
+    before = link.view
+    watcher.holders.look_again()
+    await until(lambda: link.view is not before, "the answer to a hello")
+
+
 def client(spec: InstanceSpec) -> httpx.AsyncClient:
     """Return a client of an instance; new connections only, so that a missing socket shows."""
     transport = httpx.AsyncHTTPTransport(uds=spec.socket)

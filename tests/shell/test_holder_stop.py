@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,7 +13,8 @@ import httpx
 import pytest
 from holder_kit import Watcher, alive, client, journal, spec_for, until
 
-from llamastead.supervisor.holders import HolderExit, HolderState, HolderStop
+from llamastead.supervisor import holders
+from llamastead.supervisor.holders import PROGRAM, HolderExit, HolderState, HolderStop
 from llamastead.supervisor.launch import InstanceSpec
 
 Watch = Callable[..., Watcher]
@@ -26,6 +29,16 @@ def knobs(model: Path, **given: object) -> None:
 def ready(event: HolderState) -> bool:
     """Whether a state line says ready."""
     return event.state == "ready"
+
+
+@pytest.fixture
+def patient(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders that wait longer after a TERM: a busy machine may stop an engine for more than their second."""
+    ladder = shutil.copytree(PROGRAM, short_tmp / "holder") / "ladder.py"
+    text, changed = re.subn(r"(?m)^AFTER_TERM_S = .*$", "AFTER_TERM_S = 20.0", ladder.read_text())
+    assert changed == 1
+    ladder.write_text(text)
+    monkeypatch.setattr(holders, "PROGRAM", ladder.parent)
 
 
 def step(word: str) -> Callable[[HolderStop], bool]:
@@ -62,18 +75,20 @@ async def test_a_running_answer_ends_before_its_instance(
     long = {"max_tokens": 1500, "n_probs": 100}
     watcher = watch()
     spec = spec_for(run_dir, engine, model, options=("-c", "4096"))
-    await started(watcher, spec)
+    pid = await started(watcher, spec)
     async with (
         client(spec) as http,
         http.stream("POST", "/v1/chat/completions", json=CHAT | long) as answer,
     ):
         events = texts(answer)
         await anext(events)
+        os.kill(pid, signal.SIGSTOP)  # so that nobody is too late
         watcher.holders.stop(spec.instance, deadline_s=30)
         await watcher.event(HolderStop, step("unlinked"))
         async with client(spec) as late:
             with pytest.raises(httpx.ConnectError):
                 await late.get("/health")
+        os.kill(pid, signal.SIGCONT)
         waiting = await watcher.event(HolderStop, step("waiting"))
         assert waiting.processing == 1
         assert watcher.of(HolderExit) == []
@@ -99,6 +114,7 @@ async def test_the_exit_line_never_comes_right_after_ready(
     assert "exit_line_lost" not in [entry["event"] for entry in journal(model)]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_c03_a_loading_instance_ends_by_term(engine: Path, model: Path, run_dir: Path, watch: Watch):
     """Stop while it loads: it can read no exit line yet, TERM ends it at once, and no KILL is needed."""
     knobs(model, load_seconds=20)
@@ -129,6 +145,7 @@ async def test_a_loading_instance_that_ignores_term_is_killed(
     assert steps(watcher) == ["term", "kill"]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_term_that_meets_ready_is_followed_by_the_exit_line(
     stub: Path, model: Path, run_dir: Path, watch: Watch
 ):
@@ -222,6 +239,7 @@ async def test_a_sleeping_instance_is_stopped_without_waking(
     assert steps(watcher) == ["unlinked", "exit"]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_stop_right_after_a_start_is_not_lost(stub: Path, model: Path, run_dir: Path, watch: Watch):
     """Order a stop while the holder is still being started: the instance ends."""
     knobs(model, load_seconds=60)
