@@ -126,11 +126,11 @@ def test_says_engine_models_readiness_and_address(run: Run) -> None:
     """Start everything and read what a person is told, then stop: exit code 0, no process, no socket."""
     run.start()
     url = run.listens()
+    run.says(re.escape(f"curl {url}/v1/completions"))  # a line of its own, behind the address
     text = run.text()
     assert "engine     " in text
     assert "models     1 from models_dir" in text
     assert "supervisor ready after" in text
-    assert f"curl {url}/v1/completions" in text
     assert json.loads((run.run_dir / "gateway.json").read_text()) == {"url": url, "key": None}
     assert (run.run_dir / "redis/valkey.sock").stat().st_mode & 0o777 == 0o700
     below = descendants_of(run.pid, set())
