@@ -108,7 +108,7 @@ def test_an_engine_that_does_not_answer_is_asked_once_and_again_when_the_registr
     settings = Settings(run_dir=tmp_path / "run", models_preset=preset, engine=herds, ui=False)
     made = Configuration(settings, {"PATH": os.defpath})
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "ANSWER_SECONDS", 1.5)  # enough to begin
+        patch.setattr(engine_module, "ANSWER_SECONDS", 4.0)  # enough to begin
         for _ in range(2):
             with pytest.raises(EngineError, match="gave no answer"):
                 made.engine_of(made.registry.entries["m"])
@@ -123,7 +123,7 @@ def test_a_script_that_does_not_answer_takes_what_it_started_along(tmp_path, mon
     path = tmp_path / "e"
     path.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{path}.pid\nwait\n")
     path.chmod(0o755)
-    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 1.5)  # enough to begin
+    monkeypatch.setattr(engine_module, "ANSWER_SECONDS", 4.0)  # enough to begin
     with pytest.raises(EngineError, match="gave no answer"):
         find_engine(path)
     state = Path("/proc", Path(f"{path}.pid").read_text().strip(), "stat")

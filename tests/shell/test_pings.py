@@ -229,13 +229,13 @@ async def test_a_slow_reader_is_not_pinged_into_a_queue(path: Path) -> None:
         await visit.gone()
 
     # So long that the answer begins before the first ping would, also on a busy machine.
-    setting = proxy_for(f"unix:{path}", settings={**QUICK, "ping_delay": 1.0})
+    setting = proxy_for(f"unix:{path}", settings={**QUICK, "ping_delay": 3.0})
     async with instance(path, script):
         call = Call(setting.proxy, body=BODY)
         call.take = asyncio.Event()
         call.start()
         await call.something_sent.wait()
-        await asyncio.sleep(1.0 + 10 * QUICK["ping_interval"])
+        await asyncio.sleep(3.0 + 10 * QUICK["ping_interval"])
         assert call.body == b""
         call.take.set()
         await pinged(call)

@@ -19,9 +19,9 @@ def path(short_tmp: Path) -> Path:
 
 
 async def leaves(call: Call, setting: Setting) -> None:
-    """Let the client leave; the call ends quietly within a second with nothing counted or connected."""
+    """Let the client leave; the call ends quietly at once with nothing counted or connected."""
     call.left.set()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):  # a moment, with slack for a machine that stops us
         await call.done()
     assert setting.admission.open_claims == 0
     assert all(busy == 0 for busy, _ in setting.pools.counts().values())
