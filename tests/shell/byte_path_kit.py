@@ -161,6 +161,17 @@ async def instance_on_port(script: Script) -> AsyncIterator[Instance]:
         await made.all_closed()
 
 
+def breaking(*pieces: bytes) -> Script:
+    """A script that sends these pieces and then closes."""
+
+    async def script(visit: Visit) -> None:
+        await visit.request()
+        for piece in pieces:
+            await visit.send(piece)
+
+    return script
+
+
 def answering(answer: bytes = OK) -> Script:
     """A script that gives every request the same answer and keeps the connection."""
 

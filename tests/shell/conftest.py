@@ -11,7 +11,9 @@ from gateway_kit import Desk, ScriptedLeader, open_desk, settings_for
 from holder_kit import Watcher, cleaned
 from redis.asyncio import Redis
 from tiny import stub_engine, tiny_model
+from waiting import PATIENCE_S
 
+from llamastead.shared.secret import read_or_make_herd_secret
 from llamastead.shared.store.keys import Keys
 from llamastead.supervisor.engine import find_engine
 from llamastead.supervisor.epoch import write_epoch
@@ -95,6 +97,23 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_run_dir(no_settings: None, monkeypatch: pytest.MonkeyPatch, short_tmp: Path) -> None:
     """No settings from outside but a run folder of our own."""
     monkeypatch.setenv("LLAMASTEAD_RUN_DIR", str(short_tmp / "run"))
+
+
+@pytest.fixture
+def path(short_tmp: Path) -> Path:
+    """Where the instance listens."""
+    return short_tmp / "e.sock"
+
+
+@pytest.fixture
+def env(redis_url: str, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Settings of gateways as processes, through their environment; returns the run folder."""
+    read_or_make_herd_secret(short_tmp / "secret")
+    monkeypatch.setenv("LLAMASTEAD_RUN_DIR", str(short_tmp))
+    monkeypatch.setenv("LLAMASTEAD_REDIS_URL", redis_url)
+    monkeypatch.setenv("LLAMASTEAD_STOP_TIMEOUT", str(2 * PATIENCE_S))
+    monkeypatch.setenv("LLAMASTEAD_PING_INTERVAL", "-1")  # a slow machine would put comments between answers
+    return short_tmp
 
 
 @pytest.fixture

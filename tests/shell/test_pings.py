@@ -26,12 +26,6 @@ REFUSED = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConten
 TOO_LONG = b'{"error":{"code":400,"message":"too long","type":"exceed_context_size_error"}}'
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 def waiting(path: Path, **settings: Any) -> Setting:
     """Build a proxy whose requests wait until `admission.held` is set."""
     setting = proxy_for(f"unix:{path}", settings={**QUICK, **settings})

@@ -24,12 +24,6 @@ from llamastead.gateway.upstream import (
 CONNECT_S = 0.3  # enough to connect, also on a busy machine
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 async def test_a_kept_connection_found_closed_is_replaced_once(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,6 @@ from llamastead.gateway import watch
 SPECS = pytest.mark.parametrize("spec", ["2.3", "2.4"])
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 async def leaves(call: Call, setting: Setting) -> None:
     """Let the client leave; the call ends quietly at once with nothing counted or connected."""
     call.left.set()

@@ -12,12 +12,6 @@ from waiting import PATIENCE_S
 BODY = b'{"model":"m"}'
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 def post(body: bytes = BODY, *headers: bytes) -> bytes:
     """Build a request."""
     lines = [b"POST /completion HTTP/1.1", b"Host: g", *headers, b"Content-Length: %d" % len(body)]

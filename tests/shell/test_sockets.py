@@ -31,12 +31,6 @@ from llamastead.shared.words import UseKind
 Handler = Callable[[ServerConnection], Awaitable[None]]
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 async def echo(connection: ServerConnection) -> None:
     """Say everything back; close with what `close CODE REASON` says."""
     async for message in connection:

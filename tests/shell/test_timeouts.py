@@ -18,12 +18,6 @@ SOON = 0.05
 ENOUGH = 3.0  # for the beginning of an answer, also on a busy machine
 
 
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 def event_of(body: bytes) -> Any:
     """Return the error of the last event."""
     return json.loads(body.rpartition(b"data: ")[2])["error"]

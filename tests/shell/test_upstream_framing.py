@@ -10,13 +10,6 @@ from waiting import PATIENCE_S
 
 from llamastead.gateway.upstream import Pool, UpstreamDied
 
-
-@pytest.fixture
-def path(short_tmp: Path) -> Path:
-    """Where the instance listens."""
-    return short_tmp / "e.sock"
-
-
 FRAMINGS = {
     "length": (OK, (200, b"ok"), True),
     "chunked": (
