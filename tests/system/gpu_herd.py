@@ -61,8 +61,8 @@ class GpuHerd:
             assert answer.status_code == 200, answer.text
 
     def starts(self, model: str) -> list[dict[str, Any]]:
-        """Return the journal's entries of a model's starts."""
-        lines = (self.herd.models / f"{model}.gguf.journal").read_text().splitlines()
+        """Return the journal's entries of a model's starts; a line that is half there is not yet."""
+        lines = (self.herd.models / f"{model}.gguf.journal").read_text().rpartition("\n")[0].splitlines()
         return [entry for entry in map(json.loads, lines) if entry["event"] == "start"]
 
 

@@ -67,8 +67,11 @@ def stubbed(made: Herd, *names: str, **knobs: Any) -> list[str]:
 
 
 def started(made: Herd, model: str) -> list[int]:
-    """Return the pids of all engines that the stub's journal says were started for a model."""
-    entries = map(json.loads, (made.models / f"{model}.gguf.journal").read_text().splitlines())
+    """Return the pids of all engines that the stub's journal says were started for a model; a line that is
+    half there is not yet.
+    """
+    lines = (made.models / f"{model}.gguf.journal").read_text().rpartition("\n")[0].splitlines()
+    entries = map(json.loads, lines)
     return [entry["pid"] for entry in entries if entry["event"] == "start"]
 
 

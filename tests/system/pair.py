@@ -37,9 +37,9 @@ class Pair:
         return self.made.models / f"{model}.gguf.{suffix}"
 
     def journal(self, model: str) -> list[dict[str, Any]]:
-        """Return what the model's stubs wrote since `forget_journal`."""
+        """Return what the model's stubs wrote since `forget_journal`; half a line is not yet one."""
         path = self.file(model, "journal")
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
         return [json.loads(line) for line in lines][self.journals.get(model, 0) :]
 
     def forget_journal(self, model: str) -> None:
