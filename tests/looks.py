@@ -1,11 +1,15 @@
 """What tests of several layers read from /proc."""
 
+import contextlib
 from pathlib import Path
 
 
 def listening_tcp_ports(pid: int) -> list[int]:
     """Return the TCP ports on which a process listens, read from /proc."""
-    links = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a file that was closed since it was listed
+            links.append(str(link.readlink()))
     inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [
         line.split()

@@ -1,6 +1,7 @@
 """The roles apart: two gateways, a supervisor and a worker, each a process, on one Valkey with a password."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -153,7 +154,7 @@ async def test_c45_a_lost_event_is_made_good_by_the_next_look(apart: Herd) -> No
 
             await until(loaded, "first loaded at the other gateway")
             # What the paused one was sent before is older than READY; the rest is gone for good.
-            await redis.xtrim(KEYS.events, maxlen=0)
+            await redis.xtrim(KEYS.events, maxlen=0, approximate=False)
         finally:
             os.kill(paused, signal.SIGCONT)
 
@@ -201,4 +202,5 @@ async def test_the_password_of_redis_shows_nowhere(apart: Herd) -> None:
     for role in apart.roles.values():
         assert PASSWORD not in role.output()
     for pid in processes_naming(apart.run_dir):
-        assert not any(PASSWORD in word for word in words_of(pid))
+        with contextlib.suppress(OSError):  # a job's, which was over
+            assert not any(PASSWORD in word for word in words_of(pid))
