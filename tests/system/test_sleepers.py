@@ -51,7 +51,10 @@ async def test_c51_sleepers_are_held_with_what_they_keep_and_go_first(tmp_path: 
 
         await until(made_room, "one sleeper to be gone for the large one")
         assert {"awake", "large"} < set(await held())
-        assert not list(gpus.herd.models.glob("*.serving.*"))
+        # A stub takes its mark away after its last byte; one that was stopped while it served leaves it.
+        await until(
+            lambda: not list(gpus.herd.models.glob("*.serving.*")), "no stub to be cut while it served"
+        )
         await gpus.herd.unload("large")
         (kept, *_) = [name for name in SLEEPERS if name in await held()]
         gate.unlink()
