@@ -65,7 +65,8 @@ class Scene:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
     """Set the scene on stub engines with room for one."""
-    async with herd(QUICK) as made:
+    # As long as all commands take, the stream keeps its place and the request waits: both have a limit.
+    async with herd(QUICK | {"LLAMASTEAD_MAX_WAIT": "600"}) as made:
         made.add_models("tiny", "waiting", "broken")
         gate = made.models / "gate"
         (made.models / "tiny.gguf.json").write_text(f'{{"token_gate": "{gate}"}}')
@@ -74,7 +75,7 @@ async def scene() -> AsyncIterator[Scene]:
         engine = str(stub_engine(made.models.parent))
         await made.up("--models-dir", str(made.models), "--models-max", "1", "--engine", engine)
         set_up = Scene(made)
-        async with made.client() as client:
+        async with made.client(timeout=600) as client:
             failed = await client.post("/v1/chat/completions", json={"model": "broken", **CHAT})
             assert failed.status_code == 500
             async with client.stream("POST", "/v1/chat/completions", json={"model": "tiny", **CHAT}) as held:
