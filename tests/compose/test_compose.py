@@ -107,8 +107,9 @@ def test_a_killed_supervisor_leaves_the_stream_and_the_instance_alone(herd: Stac
     """kill -9 of the supervisor in mid-stream: the stream is whole and the instance's pid stays."""
     assert ask(herd, DEMO).status_code == 200
     before = herd.processes("supervisor", DEMO)
+    # Asked before the stream: the engine's client takes its time, and a stream of so many tokens not much.
+    (old,) = herd.processes("supervisor", "llamastead supervisor")
     with BackgroundStream(herd.url, DEMO, tokens=100) as streamed:
-        (old,) = herd.processes("supervisor", "llamastead supervisor")
         kill(old)
         assert not streamed.done, "the stream was over before the kill"
         until(lambda: set(herd.processes("supervisor", "llamastead supervisor")) - {old}, "a new supervisor")

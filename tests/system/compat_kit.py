@@ -100,7 +100,8 @@ class RealRouter:
         def listening() -> str:
             assert self._process is not None
             assert self._process.returncode is None, self._log.read_text()
-            found = re.search(r"listening on (http://127\.0\.0\.1:\d+)", self._log.read_text())
+            # With what follows it: a line may be half there.
+            found = re.search(r"listening on (http://127\.0\.0\.1:\d+)\s", self._log.read_text())
             return found[1] if found else ""
 
         self.address = await until(listening, "the real router")
