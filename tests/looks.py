@@ -1,7 +1,12 @@
-"""What tests of several layers read from /proc."""
+"""What tests of several layers read: /proc, and files that are being written."""
 
 import contextlib
 from pathlib import Path
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file that have their end: of the last one a reader may see half."""
+    return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def listening_tcp_ports(pid: int) -> list[int]:

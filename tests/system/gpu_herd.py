@@ -9,6 +9,7 @@ from typing import Any
 from compiled import NEEDS_COMPILER as NEEDS_COMPILER
 from fake_nvml import GIB, FakeGpu, FakeNvml, built_library
 from herd import QUICK, Herd, herd, until
+from looks import whole_lines
 from tiny import stub_engine
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -61,8 +62,8 @@ class GpuHerd:
             assert answer.status_code == 200, answer.text
 
     def starts(self, model: str) -> list[dict[str, Any]]:
-        """Return the journal's entries of a model's starts; a line that is half there is not yet."""
-        lines = (self.herd.models / f"{model}.gguf.journal").read_text().rpartition("\n")[0].splitlines()
+        """Return the journal's entries of a model's starts."""
+        lines = whole_lines(self.herd.models / f"{model}.gguf.journal")
         return [entry for entry in map(json.loads, lines) if entry["event"] == "start"]
 
 

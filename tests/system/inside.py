@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from herd import KEYS, PATIENCE_S, Herd, herd, until
+from looks import whole_lines
 from redis.exceptions import RedisError
 from tiny import stub_engine
 from valkey_server import start_valkey
@@ -67,11 +68,8 @@ def stubbed(made: Herd, *names: str, **knobs: Any) -> list[str]:
 
 
 def started(made: Herd, model: str) -> list[int]:
-    """Return the pids of all engines that the stub's journal says were started for a model; a line that is
-    half there is not yet.
-    """
-    lines = (made.models / f"{model}.gguf.journal").read_text().rpartition("\n")[0].splitlines()
-    entries = map(json.loads, lines)
+    """Return the pids of all engines that the stub's journal says were started for a model."""
+    entries = map(json.loads, whole_lines(made.models / f"{model}.gguf.journal"))
     return [entry["pid"] for entry in entries if entry["event"] == "start"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from herd import KEYS, QUICK, Herd, herd, until
+from looks import whole_lines
 from tiny import stub_engine
 from valkey_server import start_valkey
 
@@ -37,9 +38,9 @@ class Pair:
         return self.made.models / f"{model}.gguf.{suffix}"
 
     def journal(self, model: str) -> list[dict[str, Any]]:
-        """Return what the model's stubs wrote since `forget_journal`; half a line is not yet one."""
+        """Return what the model's stubs wrote since `forget_journal`."""
         path = self.file(model, "journal")
-        lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+        lines = whole_lines(path) if path.exists() else []
         return [json.loads(line) for line in lines][self.journals.get(model, 0) :]
 
     def forget_journal(self, model: str) -> None:

@@ -13,6 +13,7 @@ import pytest_asyncio
 from fault_stage import Stage, stage, wake
 from herd import until
 from inside import ask, is_alive
+from looks import whole_lines
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -197,7 +198,7 @@ async def test_r7_helpers_of_an_engine_end_with_it(staged: Stage, strike: signal
     knobs(staged, "a", fork_child=True)
     assert (await staged.asked("a")).status_code == 200
     pid = await engine(staged, "a", "ready")
-    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    entries = [json.loads(line) for line in whole_lines(journal)]
     (helper,) = (entry["helper"] for entry in entries if entry["event"] == "helper")
     os.kill(pid, strike)
     assert (await asyncio.wait_for(staged.asked("b"), BOUND_S)).status_code == 200
