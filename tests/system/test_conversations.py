@@ -341,7 +341,7 @@ async def test_a_finished_conversation_is_replayed_whole_though_its_engine_is_st
             pieces = replay.aiter_raw()
             got = await anext(pieces)
             await made.chat("other")
-            assert (await made.status("talker"))["state"] == "stopped"
+            await made.state("talker", "stopped")  # gateways show it a moment after the other is served
             async for piece in pieces:
                 got += piece
         assert got == whole
