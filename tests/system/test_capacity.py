@@ -27,6 +27,7 @@ SEED = int(os.environ.get("CAPACITY_SEED", "0")) or random.randrange(1, 1 << 30)
 SIZES = {"a": (4,), "b": (10,), "c": (6,), "d": (20,), "e": (3,), "f": (8,), "g": (12,), "h": (13, 13)}
 CLIENTS = 6
 LAG_MS = 300  # until the driver shows the bytes of a dead process as free
+ONE_LOOK_S = 0.1  # as a load takes: a longer one adds up what never was there at once
 GPUS = tuple(FakeGpu(f"GPU-{k}", f"00000000:0{k}:00.0", 24 * GIB, 24 * GIB) for k in range(1, 3))
 MARGIN = 1 << 30
 
@@ -60,13 +61,14 @@ class Watch:
     async def follow_usage(self) -> None:
         """Add up what engines take of each GPU: those that live, and dead ones as long as they show."""
         while True:
-            taken = dict.fromkeys(self.most, 0)
+            taken, began = dict.fromkeys(self.most, 0), time.monotonic()
             for file in self.gpus.usage.iterdir():
                 uuid, _, pid = file.name.partition(",")
                 with suppress(OSError, ValueError):
                     if uuid in taken and self._counts(pid):
                         taken[uuid] += int(file.read_text())
-            self.most = {uuid: max(size, taken[uuid]) for uuid, size in self.most.items()}
+            if time.monotonic() - began < ONE_LOOK_S:
+                self.most = {uuid: max(size, taken[uuid]) for uuid, size in self.most.items()}
             await asyncio.sleep(0.01)
 
     def _counts(self, pid: str) -> bool:
