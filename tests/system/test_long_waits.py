@@ -66,7 +66,7 @@ async def cut(pieces: AsyncIterator[bytes]) -> bytes:
 async def test_c124_pings_while_queued_loading_and_in_prefill(both: Pair) -> None:
     """Ask for a cold model while another one is busy: comments in each phase, then the whole answer."""
     gates = {name: both.file("slow", name) for name in ("load", "token")}
-    both.knobs("slow", load_gate=str(gates["load"]), prompt_seconds=1.0)
+    both.knobs("slow", load_gate=str(gates["load"]), prompt_seconds=3.0)
     both.knobs("busy", token_gate=str(both.file("busy", "token")))
     body = {"model": "slow", **CHAT, "max_tokens": 3, "stream": True}
     async with (
@@ -200,8 +200,11 @@ async def test_c127_a_forced_unload_ends_what_has_no_answer_yet_and_loads_nothin
     await both.chat("busy")
     count, pid = await both.loads("busy"), (await both.made.instance("busy"))["pid"]
     gate.unlink()
-    asked = asyncio.create_task(both.ask("busy"))
     serving = both.file("busy", f"serving.{pid}")
+    await until(
+        lambda: not serving.exists(), "the first answer to be over"
+    )  # its mark outlives its last byte
+    asked = asyncio.create_task(both.ask("busy"))
     await until(serving.exists, "the engine to work on it")
     await both.two.post("/models/unload", json={"model": "busy", "force": True})
     answer = await asked
