@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from herd import PATIENCE_S, QUICK, Herd, free_port, herd, until
+from herd import KEYS, PATIENCE_S, QUICK, Herd, free_port, herd, processes_naming, until
 from tiny import stub_engine
 
 from llamastead.supervisor.engine import find_engine
@@ -69,6 +69,7 @@ async def stead() -> AsyncIterator[Herd]:
         newer = (made.models / "good.gguf").read_bytes().replace(b"llama", b"zzzzz")
         (made.models / "newer.gguf").write_bytes(newer)
         knobs = {"crash": "loading", "crash_code": 3, "crash_text": "E srv  the dog ate the weights"}
+        knobs |= {"load_gate": str(made.models / "dies-gate")}
         (made.models / "dies.gguf.json").write_text(json.dumps(knobs))
         folder = made.models.parent
         texts = {"stub": stub_engine(folder), "illegal": engine_that_dies_of_sigill(folder)}
@@ -203,8 +204,17 @@ async def test_a_child_that_dies_at_start_is_told_to_all_who_wait_with_its_last_
     """Ask five times at once: one retry, then five answers with the child's last lines, nothing counted."""
     async with stead.client() as client:
         request = {"model": "dies", **CHAT}
-        answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=request) for _ in range(5)))
-        errors = [refusal(answer, 500) for answer in answers]
+        asked = asyncio.gather(*(client.post("/v1/chat/completions", json=request) for _ in range(5)))
+
+        async def all_wait() -> bool:
+            async with stead.redis() as redis:
+                return int(await redis.hlen(KEYS.tickets("dies"))) == 5
+
+        await until(
+            all_wait, "five to wait for it"
+        )  # who comes after the retry would have it start once more
+        (stead.models / "dies-gate").touch()
+        errors = [refusal(answer, 500) for answer in await asked]
         page = (await client.get("/logs/dies")).text
     for error in errors:
         assert "dies" in error["message"]
@@ -299,4 +309,6 @@ async def test_after_all_of_it_the_herd_stops_clean(stead: Herd) -> None:
     """Stop the herd with SIGTERM: code 0, nothing counted before, no socket left behind."""
     await stead.nothing_counted()
     assert await stead.roles["up"].signal(signal.SIGTERM) == 0
+    # A holder that is told to leave is nobody's child: it goes at once, and nobody waits for that.
+    await until(lambda: not processes_naming(stead.run_dir), "the last holder to leave")
     assert [path for path in stead.run_dir.rglob("*") if path.is_socket()] == []
