@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from herd import KEYS, QUICK, Herd, herd, until
 from inside import long_answer, slow_reader
+from looks import whole_lines
 from tiny import stub_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -165,7 +166,8 @@ async def test_c24_reads_and_warm_requests_do_not_wait_behind_a_load(scripted: H
 async def test_c07_requests_around_the_instant_of_ready_are_all_answered(scripted: Herd) -> None:
     """Order a load and keep sending requests until well after it is ready: each is answered, one load."""
     await scripted.unload("three")
-    knobs(scripted, "three", load_seconds=0.6)
+    gate = scripted.models / "three-load"
+    knobs(scripted, "three", load_gate=str(gate))
     async with scripted.redis() as redis, scripted.client() as client:
         before = int(await redis.hget(KEYS.model("three"), "loads") or 0)
         assert (await client.post("/models/load", json={"model": "three"})).json() == {"success": True}
@@ -173,6 +175,8 @@ async def test_c07_requests_around_the_instant_of_ready_are_all_answered(scripte
 
         async def ready() -> bool:
             sent.append(asyncio.create_task(chat(client, "three")))
+            if await waits(scripted, "three"):
+                gate.touch()  # not before, or on a busy machine it may be ready for the first of them
             return (await scripted.status("three"))["value"] == "loaded"
 
         await until(ready, "three loaded")
@@ -204,7 +208,7 @@ async def test_c03_r2_a_loading_model_is_not_stopped_for_another(scripted: Herd)
         gate.touch()
         await asyncio.gather(*first, third)
     for model in ("one", "two"):
-        lines = (scripted.models / f"{model}.gguf.journal").read_text().splitlines()
+        lines = whole_lines(scripted.models / f"{model}.gguf.journal")
         events = [json.loads(line)["event"] for line in lines]
         assert events[:3] == ["start", "ready", "request"], events
         assert set(events[3:]) <= {"exit_line"}, events
@@ -218,7 +222,12 @@ async def test_c13_r1_a_streaming_model_is_not_stopped(single: Herd) -> None:
             pieces = answer.aiter_raw()
             whole = await anext(pieces)
             second = asyncio.create_task(chat(client, "b"))
-            await until(lambda: waits(single, "b"), "b in the queue")
+
+            async def waited() -> bool:
+                # A machine that is busy with us for long may have answered both by now.
+                return second.done() or await waits(single, "b")
+
+            await until(waited, "b in the queue")
             whole += b"".join([piece async for piece in pieces])
         assert whole.count(b"data: ") >= 600
         assert whole.endswith(b"data: [DONE]\n\n")
