@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import socket
 import sys
@@ -32,6 +31,8 @@ from inside import (
     stubbed,
     waits,
 )
+from ports import CHANCE
+from ports import LOWEST as FREE_PORTS
 from tcp_proxy import tcp_proxy
 
 from llamastead.supervisor.engine import find_engine
@@ -45,9 +46,11 @@ def by_tcp(ports: range) -> list[str]:
 
 
 def free_range(count: int) -> range:
-    """Return so many consecutive ports that nobody listens on right now."""
+    """Return so many consecutive ports that nobody listens on right now; none of those that `free_port` gives
+    out, one of which a gateway takes afterwards.
+    """
     while True:
-        first = random.randrange(20_000, 30_000)
+        first = CHANCE.randrange(5_000, FREE_PORTS - count)
         with contextlib.suppress(OSError), contextlib.ExitStack() as kept:
             for port in range(first, first + count):
                 probe = kept.enter_context(socket.socket())
@@ -119,7 +122,7 @@ async def test_c61_ports_come_back_however_an_instance_ends() -> None:
                 found = await ready(made, "a")
                 used.add(found["address"])
                 if turn == 4:
-                    old = await leader(made)
+                    old = await until(lambda: leader(made), "a leader")
                     kill(int(old["pid"]))
                     await next_leader(made, old["number"])
                 kill(int(found["pid"]))
