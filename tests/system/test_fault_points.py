@@ -1,6 +1,7 @@
 """The supervisor killed or paused at each point of its work: requests are answered, and all is right then."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -81,7 +82,8 @@ async def reload(staged: Stage) -> None:
     draft.write_text(preset.read_text() + f"\n[{tag}]\nmodel = {staged.made.models}/a.gguf\n")
     leads = int((await staged.led())["pid"])
     draft.replace(preset)
-    os.kill(leads, signal.SIGHUP)
+    with contextlib.suppress(ProcessLookupError):  # it may have seen the change by itself, and been struck
+        os.kill(leads, signal.SIGHUP)
 
     async def listed() -> bool:
         models = (await staged.client.get("/models")).json()["data"]
