@@ -90,9 +90,8 @@ async def test_a_supervisor_that_cannot_write_its_number_says_so_and_leads_once_
             words = stubbed(made, "a")
             with full(made.run_dir):
                 begun = await made.role("s1", "supervisor", *words)
-                await until(lambda: FULL in begun.output(), "the complaint")
-                assert str(made.run_dir / "epoch") in begun.output()
-                assert ADVICE in begun.output()
+                words_of_it = (str(made.run_dir / "epoch"), FULL, ADVICE)
+                await until(lambda: all(word in begun.output() for word in words_of_it), "the complaint")
             await made.gateway("g1")
             async with made.client() as client:
                 await served(client, "a")
@@ -244,11 +243,12 @@ async def test_the_log_of_an_engine_that_writes_all_the_time_stays_bounded_and_w
                 for path in (logs / "a.log", logs / "a.log.1"):
 
                     def whole(path: Path = path) -> bool:
-                        lines = path.read_bytes().splitlines()
+                        data = path.read_bytes()
+                        assert len(data) <= 4 << 20
+                        lines = data.splitlines()
                         return {len(each) for each in lines if each.startswith(b"y")} <= {len(line)}
 
                     await until(whole, f"every line of {path.name} to be whole")
-                    assert path.stat().st_size <= 4 << 20
             await made.stop()
 
 
@@ -265,6 +265,11 @@ async def test_a_disk_that_fills_amid_a_download_is_named_and_the_rest_comes_onc
             fault = made.hub.fault("/cdn/org/big", hold=1 << 20, times=1)
             assert (await made.pull(name)).status_code == 200
             await until(fault.held.is_set, "bytes")
+
+            def written() -> bool:
+                return any(path.stat().st_size for path in place.rglob("*.incomplete"))
+
+            await until(written, "bytes on the disk")  # those on their way would find no room
             with full(place):
                 fault.release.set()
                 failed = await made.event(name, "download_failed")
