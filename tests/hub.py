@@ -123,6 +123,12 @@ class Hub:
         """Return how many requests came whose path contains `match`."""
         return sum(r.method == method and match in r.path for r in self.requests)
 
+    def from_the_start(self, match: str) -> list[str]:
+        """Return the paths with `match` of which all bytes were asked for: a transfer that made way for other
+        jobs, as a slow one does, goes on where it was with a request for the rest.
+        """
+        return [r.path for r in self.requests if r.method == "GET" and match in r.path and not r.range]
+
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -73,6 +73,19 @@ class Stand:
 
         await until(look, f"{name} to be gone")
 
+    async def at_rest(self) -> None:
+        """Wait until the worker has nothing to do, and will find nothing by itself: what the hub refuses is
+        the answer to an order only within three seconds, and one measurement may take as long.
+        """
+
+        async def look() -> bool:
+            models = (await self.one.get("/models", params={"hidden": "1"})).json()["data"]
+            async with self.made.redis() as redis:
+                at_work = await redis.zcard(KEYS.jobs)
+            return not at_work and not any(_to_measure(entry.get("memory")) for entry in models)
+
+        await until(look, "all jobs to be done", 60.0)
+
     def events(self, name: str) -> list[str]:
         """Return the names of what was told of a model, each run of the same once."""
         names = [str(e["event"]) for e in self.told if e["model"] == name]
@@ -96,6 +109,13 @@ class Stand:
         async with self.made.redis() as redis:
             names = await redis.zrange(KEYS.workers, 0, -1)
             return [int(pid) for name in names if (pid := await redis.hget(KEYS.worker(name), "pid"))]
+
+
+def _to_measure(memory: dict[str, Any] | None) -> bool:
+    """Whether a model is yet to be measured, by what is shown of its memory; no file without a header is."""
+    if memory is None:
+        return False
+    return "contexts" in memory and memory["source"] != "measured" and "failed" not in memory
 
 
 def content(seed: int, size: int = 0) -> bytes:

@@ -21,7 +21,7 @@ async def test_restarts_of_everything_resume_it() -> None:
         up = made.made.roles["up"]
         await up.signal(signal.SIGTERM)
         fault.release.set()
-        again = made.hub.fault("/cdn/org/big", hold=2 << 20, times=2)
+        again = made.hub.fault("/cdn/org/big", hold=2 << 20)
         await up.start()
         await made.made.ready(up, made.made.ports[0])
         await made.listed("org/big:Q4_K_M", "downloading")
@@ -91,7 +91,7 @@ async def test_c117_a_hub_that_never_answers_holds_up_no_cached_model(tmp_path: 
         assert len(made.hub.requests) == before
         order = await made.pull("org/one:Q8_0")
         assert (order.status_code, order.json()["success"]) == (200, True)
-        assert silence.held.is_set()
+        await until(silence.held.is_set, "the hub to be asked")  # the worker may still measure what is loaded
         again = await made.one.post("/v1/chat/completions", json=chat)
         assert again.status_code == 200, again.text
 
@@ -105,7 +105,7 @@ async def test_a_repository_on_the_command_line_is_fetched_and_loaded() -> None:
             return any(m["status"]["value"] == "loaded" and "org/one" in m["id"] for m in models)
 
         await until(loaded, "the model to be loaded")
-        assert made.hub.count("/cdn/") == 1
+        assert len(made.hub.from_the_start("/cdn/")) == 1
 
 
 async def test_a_preset_repository_is_fetched_and_is_the_start(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ async def test_a_preset_repository_is_fetched_and_is_the_start(tmp_path: Path) -
         await made.listed("small", "loaded")
         names = [model["id"] for model in (await made.one.get("/models")).json()["data"]]
         assert sorted(names) == ["big", "org/one:Q8_0", "other", "small"]
-        assert made.hub.count("/cdn/") == 1
+        assert len(made.hub.from_the_start("/cdn/")) == 1
         assert (await made.one.get("/queue")).json()["queue"] == []
         up = made.made.roles["up"]
         await up.signal(signal.SIGTERM)
@@ -180,6 +180,7 @@ async def test_a_small_disk_is_told_before_it_is_full(tmp_path: Path) -> None:
         ballast = place / "ballast"
         ballast.write_bytes(b"x" * (5 << 20))
         async with stand({"HF_HUB_CACHE": str(place / "cache")}) as made:
+            await made.at_rest()
             refused = await made.pull("org/big:Q4_K_M")
             error = refused.json()["error"]
             assert refused.status_code == 507, error
