@@ -367,7 +367,7 @@ async def test_c136_a_conversation_is_its_keys_own() -> None:
     async with herd({**QUICK, "LLAMASTEAD_API_KEYS": "key-one,key-two"}) as made:
         made.add_models("chat")
         made.headers = {"Authorization": "Bearer key-one"}
-        await made.up("--models-dir", str(made.models))
+        await made.up("--models-dir", str(made.models), "--threads", "1")
         body = {"model": "chat", "prompt": "once", "max_tokens": 300, "stream": True}
         theirs = {"Authorization": "Bearer key-two"}
         async with made.client() as one, made.client(headers=theirs) as two:

@@ -34,7 +34,7 @@ async def real() -> AsyncIterator[Herd]:
     """A herd with one real engine."""
     async with herd({**QUICK, **PINGS}) as made:
         made.add_models("chat")
-        await made.up("--models-dir", str(made.models))
+        await made.up("--models-dir", str(made.models), "--threads", "1")
         yield made
 
 
