@@ -78,7 +78,7 @@ class Conversations:
                 elif found.state is ConversationState.STREAMING:
                     if not found.gateway_alive:
                         await self.conversations.detach(name, ticket, instance, self.limit_ms)
-                elif found.deadline_ms <= now_ms:
+                elif found.state is ConversationState.DETACHED and found.deadline_ms <= now_ms:
                     log.warning("a conversation's time is over", extra={"instance": instance})
                     await self._stop(client, name)
                     await self.conversations.conclude(name, ConversationState.EXPIRED, ticket, TIME_OVER)

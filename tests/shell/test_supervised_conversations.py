@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -15,6 +17,7 @@ from llamastead.shared.store.gateway import GatewayStore
 from llamastead.shared.store.keys import Keys
 from llamastead.shared.store.leader import LeaderStore
 from llamastead.shared.store.records import Facts
+from llamastead.shared.words import ConversationState
 from llamastead.supervisor import conversations
 from llamastead.supervisor.conversations import Conversations
 from llamastead.supervisor.running import Running
@@ -36,23 +39,37 @@ class LosingStore(LeaderStore):
         return facts
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Be the engine, which still answers the conversation; what it is told to stop."""
-    told: list[str] = []
+@dataclass
+class Engine:
+    """It still answers the conversation; `stopped` is what it is told to stop, `asked` how often it was asked
+    what it answers, `meanwhile` is done before it says so.
+    """
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    stopped: list[str] = field(default_factory=list)
+    asked: int = 0
+    meanwhile: Callable[[], Awaitable[object]] | None = None
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
         if request.method == "DELETE":
-            told.append(request.url.path)
+            self.stopped.append(request.url.path)
             return httpx.Response(204)
-        asked = json.loads(request.content)["conversation_ids"]
-        return httpx.Response(200, json=[{"conversation_id": name, "is_done": False} for name in asked])
+        self.asked += 1
+        if self.meanwhile is not None:
+            await self.meanwhile()
+        names = json.loads(request.content)["conversation_ids"]
+        return httpx.Response(200, json=[{"conversation_id": name, "is_done": False} for name in names])
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Be the engine."""
+    made = Engine()
 
     def client(*_: object) -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://instance")
+        return httpx.AsyncClient(transport=httpx.MockTransport(made.answer), base_url="http://instance")
 
     monkeypatch.setattr(conversations, "engine_client", client)
-    return told
+    return made
 
 
 async def watched(redis: Redis, keys: Keys, store: LeaderStore) -> Conversations:
@@ -69,26 +86,39 @@ async def watched(redis: Redis, keys: Keys, store: LeaderStore) -> Conversations
 
 
 async def test_one_that_redis_lost_with_all_else_is_not_stopped(
-    redis: Redis, keys: Keys, stopped: list[str]
+    redis: Redis, keys: Keys, engine: Engine
 ) -> None:
     """Empty Redis between the look at claims and the look at the conversation: its engine goes on."""
     store = LosingStore(redis, keys, "token")
     made = await watched(redis, keys, store)
     with pytest.raises(StaleLeader):  # at the second look
         await asyncio.wait_for(made.run(0.01), 30)
-    assert (store.looks, stopped) == (1, [])
+    assert (store.looks, engine.stopped) == (1, [])
 
 
-async def test_one_that_nobody_can_ask_for_is_stopped(redis: Redis, keys: Keys, stopped: list[str]) -> None:
+async def test_one_that_ends_while_its_engine_is_asked_keeps_its_answer(
+    redis: Redis, keys: Keys, engine: Engine
+) -> None:
+    """Be done between the engine's word that it goes on and the look at its state: it is done, and stays."""
+    made = await watched(redis, keys, LeaderStore(redis, keys, "token"))
+    engine.meanwhile = lambda: made.conversations.conclude(NAME, ConversationState.DONE, "g1.c1")
+    facts = await made.store.observe()
+    await made._settle(INSTANCE, {NAME: "g1.c1"}, facts.now_ms)
+    found = await made.conversations.read(NAME)
+    assert found is not None
+    assert (engine.asked, engine.stopped, found.state) == (1, [], ConversationState.DONE)
+
+
+async def test_one_that_nobody_can_ask_for_is_stopped(redis: Redis, keys: Keys, engine: Engine) -> None:
     """Delete a conversation whose claim stands: its engine is told, and the claim goes."""
     made = await watched(redis, keys, LeaderStore(redis, keys, "token"))
     await redis.delete(keys.conversation(NAME))
     watching = asyncio.create_task(made.run(0.01))
-    await until(lambda: stopped, "the engine to be told")
+    await until(lambda: engine.stopped, "the engine to be told")
 
     async def free() -> bool:
         return not await made.reads.read_leases(INSTANCE)
 
     await until(free, "the claim to go")
     watching.cancel()
-    assert len(set(stopped)) == 1
+    assert len(set(engine.stopped)) == 1
