@@ -168,7 +168,8 @@ def _lasts(device: Device, external: int, missing: int, now: float) -> Device:
 def release(state: State, instance: Instance, now: float, *, failed: bool) -> State:
     """Return the state with an ended instance's bytes awaited on the devices that free them late.
 
-    They go to the entry it was sent away for. `failed`: its load failed, so it made no room by ending.
+    They go to the entry it was sent away for. `failed`: its load failed, so it made no room by ending. What
+    it may have taken since the last reading counts against what that showed until the next one.
     """
     amounts = {
         name: amount
@@ -179,7 +180,8 @@ def release(state: State, instance: Instance, now: float, *, failed: bool) -> St
         return state
     owner = instance.leaving.for_model if instance.leaving else None
     ended = Releasing(instance.model, amounts, now + RELEASE_AWAITED_S, owner, failed)
-    return replace(state, releasing={**state.releasing, instance.id: ended})
+    fresh = {name: _unseen(instance, name) for name in amounts}
+    return replace(_less_free(state, fresh), releasing={**state.releasing, instance.id: ended})
 
 
 def settle(state: State, instance: Instance, shown: Amounts) -> State:
@@ -188,13 +190,18 @@ def settle(state: State, instance: Instance, shown: Amounts) -> State:
     The last reading may be from before it used that: until the next one it counts against what it showed.
     """
     fresh = {name: amount - instance.shown.get(name, 0) for name, amount in shown.items()}
+    return _less_free(state, fresh).put(replace(instance, shown=dict(shown)))
+
+
+def _less_free(state: State, taken: Amounts) -> State:
+    """Return the state with so much less of what devices were last read to have free."""
     devices = {
         name: device
         if device.free is None
-        else replace(device, free=max(0, device.free - max(0, fresh.get(name, 0))))
+        else replace(device, free=max(0, device.free - max(0, taken.get(name, 0))))
         for name, device in state.devices.items()
     }
-    return replace(state, devices=devices).put(replace(instance, shown=dict(shown)))
+    return replace(state, devices=devices)
 
 
 def fit(needs: Amounts, grows: Amounts, room: Amounts) -> tuple[Amounts, float]:

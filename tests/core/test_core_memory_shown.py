@@ -180,6 +180,23 @@ def test_what_loads_and_does_not_show_yet_is_nobody_else_s() -> None:
     assert started(herd.read(seen={own: {"gpu0": 10 * GIB}}, gpu0=gpu(24, 5, margin=2 * GIB))) == ["b"]
 
 
+def test_what_an_ended_one_took_since_the_last_reading_is_not_free_before_the_next() -> None:
+    """A stranger takes 10 of 24 while A loads, 5 of its 10 shown: 9 are free. A takes the rest and ends: B,
+    of 6, starts once a reading shows that room.
+    """
+    herd = Herd(needs("a", 10), needs("b", 6))
+    herd.read(gpu0=gpu(24, 24))
+    herd.ask("a")
+    own = herd.of("a").id
+    herd.do(ev.Loading(own, 0.5))
+    herd.read(seen={own: {"gpu0": 5 * GIB}}, gpu0=gpu(24, 9))
+    herd.serve("a", at=1.0)
+    herd.exit(own, end_class=EndClass.CRASHED)
+    assert started(herd.ask("b")) == []
+    assert started(herd.read(gpu0=gpu(24, 4))) == []
+    assert started(herd.read(gpu0=gpu(24, 14))) == ["b"]
+
+
 def test_bytes_that_show_by_halves_are_waited_for_whole() -> None:
     """A's 20 come back in two steps: B needs less than the first of them and starts after the second."""
     herd = Herd(needs("a", 20), needs("b", 12))
