@@ -10,6 +10,8 @@ from pathlib import Path
 LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 PROC = Path("/proc")
 BACKLOG = 2048
+SILENT_S, PROBE_S, PROBES = 60, 15, 4
+"""After so many seconds without a word a client is asked whether it is there, so often, so many times."""
 
 
 class ListenError(Exception):
@@ -87,6 +89,11 @@ def _listen_tcp(host: str, port: int, reuse_port: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections take these over. Who is gone without a goodbye would else hold its model while it waits.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:

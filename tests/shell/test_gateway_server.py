@@ -179,6 +179,27 @@ def signal_process(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def timer_of(local: int, remote: int) -> str:
+    """Return which timer of a connection between these ports runs, as /proc/net/tcp has it."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, ours, theirs, _, _, timer, *_ = line.split()
+        if [int(end.rpartition(":")[2], 16) for end in (ours, theirs)] == [local, remote]:
+            return timer.partition(":")[0]
+    return ""
+
+
+async def test_a_client_that_says_nothing_is_asked_whether_it_is_there(
+    env: Path, leader: ScriptedLeader
+) -> None:
+    """Connect and say nothing: TCP's own timer runs, by which one that is gone without a word is found."""
+    async with gateway_process(env) as gateway:
+        await gateway.ready()
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        own = writer.get_extra_info("sockname")[1]
+        await until(lambda: timer_of(gateway.port, own) == "02", "the keep-alive timer")
+        writer.close()
+
+
 async def test_a_taken_port_is_one_clear_line(env: Path) -> None:
     """Begin on a port that this process holds: status 2 and one line that names the pid."""
     with listen("127.0.0.1", 0) as held:
