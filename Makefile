@@ -26,7 +26,7 @@ install dev:
 # Everything but containers. What this machine lacks for a test (root, a program) is said where it is skipped.
 # The core's tests wait for nothing, so they run side by side.
 test: dev
-	CORE_EXAMPLES=2000 $(run)/pytest -n auto tests/core
+	CORE_EXAMPLES=2000 $(run)/pytest -n auto --maxschedchunk 4 tests/core
 	$(run)/pytest --ignore tests/compose --ignore tests/core
 
 # The side-by-side tests with another llama-server: make test-engine ENGINE=/path/to/llama-server

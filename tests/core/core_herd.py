@@ -1,6 +1,8 @@
 """A hand-driven herd for tests of the core: it keeps the state, and each call is one step."""
 
-from collections.abc import Mapping
+import os
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,15 @@ from llamastead.supervisor.core.state import (
     initial,
 )
 from llamastead.supervisor.core.step import Step, step
+
+EXAMPLES = int(os.environ.get("CORE_EXAMPLES", "60"))
+"""How many random histories are tried."""
+
+
+def shuffler(seed: int) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that gives back lists in random order."""
+    chance = random.Random(seed)
+    return lambda items: chance.sample(items, len(items))
 
 
 def spec(name: str, **fields: Any) -> ModelSpec:

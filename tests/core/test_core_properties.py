@@ -3,14 +3,11 @@
 CORE_EXAMPLES sets how many are tried: `make test` tries 2 000, `make soak-core` as many as you like.
 """
 
-import os
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_herd import spec
+from core_herd import EXAMPLES, shuffler, spec
 from core_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -20,15 +17,8 @@ from llamastead.shared.words import EndClass
 from llamastead.supervisor.core import events as ev
 from llamastead.supervisor.core.state import Place, Policy
 
-EXAMPLES = int(os.environ.get("CORE_EXAMPLES", "60"))
 FEW_MODELS = "abcdefgh"
 ENDS = [EndClass.FAILED_TO_START, EndClass.OUT_OF_MEMORY, EndClass.CRASHED, EndClass.KILLED]
-
-
-def shuffler(seed: int) -> Callable[[list[Any]], list[Any]]:
-    """Return a function that gives back lists in random order."""
-    chance = random.Random(seed)
-    return lambda items: chance.sample(items, len(items))
 
 
 @st.composite
@@ -276,9 +266,7 @@ class Scheduling(RuleBasedStateMachine):
             self.world.calm_down()
 
 
-LONG = pytest.mark.timeout(0)  # as long as so many histories take
-
-TestScheduling = LONG(Scheduling.TestCase)
+TestScheduling = pytest.mark.timeout(0)(Scheduling.TestCase)  # as long as so many histories take
 TestScheduling.settings = settings(
     max_examples=EXAMPLES,
     stateful_step_count=60,
@@ -286,26 +274,3 @@ TestScheduling.settings = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-
-
-@LONG
-def test_three_hundred_models_take_turns_within_their_bounds() -> None:
-    """Random histories of 300 models in 40 slots: every invariant holds at every step and every ticket
-    ends.
-    """
-    for seed in range(max(1, EXAMPLES // 40)):
-        chance = random.Random(seed)
-        specs = {f"m{k:03}": spec(f"m{k:03}", priority=chance.choice([0, 0, 1])) for k in range(300)}
-        world = World(specs, Policy(models_max=40), shuffle=shuffler(seed))
-        world.deliver(ev.RecoveryDone())
-        for _ in range(60):
-            for model in chance.choices(sorted(specs), k=4):
-                world.arrive(model)
-            world.see()
-            while world.inbox:
-                world.pump()
-            for name in chance.sample(sorted(world.instances), len(world.instances) // 2):
-                world.engine_goes_on(name)
-                world.finish(name)
-            world.advance(chance.choice([0.1, 3.0]))
-        world.calm_down()
