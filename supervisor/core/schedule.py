@@ -47,7 +47,9 @@ def look(draft: Draft) -> None:
     _send_ordered_away(draft)
     _lie_down(draft)
     _end_idle(draft)
-    _plan(draft)
+    while _plan(draft):
+        # What was spared for a refused entry goes by itself, or for an entry before it.
+        _end_idle(draft)
     _want(draft)
     _undrain(draft)
     _stop_drained(draft)
@@ -152,13 +154,7 @@ def _lie_down(draft: Draft) -> None:
             draft.do(TrySleep(instance.id))
 
 
-def _plan(draft: Draft) -> None:
-    """Plan until nobody is refused by it: those before may need what was spared for the refused one."""
-    while _plan_once(draft):
-        pass
-
-
-def _plan_once(draft: Draft) -> bool:
+def _plan(draft: Draft) -> bool:
     """Go through the queue in order: start what has room, make room for the rest, note why each one waits.
     Return whether one was refused.
     """

@@ -104,6 +104,22 @@ def test_a_sleeper_whose_entry_is_refused_makes_room_at_once() -> None:
     assert herd.tick(herd.t) == ()
 
 
+def test_a_sleeper_whose_entry_is_refused_goes_at_once_if_it_was_idle_for_long() -> None:
+    """A sleeps past its unload-after while a request waits for its bytes: when that is refused, it goes."""
+    herd = Herd(spec("a", needs={"g": 4}, unload_after=10.0))
+    herd.read(g=Device(4, 4))
+    ready(herd, "a", used=1.0)
+    a = herd.of("a").id
+    herd.do(ev.FellAsleep(a), at=5.0)
+    herd.do(ev.Slept(a))
+    herd.read(seen={a: {"g": 0}}, g=Device(4, 0))
+    assert herd.ask("a", at=9.0) == ()
+    herd.t += ledger.RELEASE_AWAITED_S
+    refused, stop = herd.read(seen={a: {"g": 0}})
+    assert isinstance(refused, act.FailTickets)
+    assert stop == act.TryStop(a, EndClass.IDLE, None)
+
+
 def test_sleep_is_refused_while_somebody_holds_the_instance() -> None:
     """The engine fell asleep as a request came: it stays ready for all, and the request wakes it."""
     herd = Herd("a", models_max=1)
