@@ -85,17 +85,23 @@ def test_a_sleeper_that_is_wanted_is_nobodys_victim() -> None:
     assert herd.ask("b", at=21.0)[-1] == act.TryStop(herd.of("c").id, EndClass.EVICTED, "b")
 
 
-def test_a_sleeper_whose_entry_is_refused_makes_room_at_once() -> None:
-    """B waits for the one slot, which A sleeps in; A is asked for, too, and is too big to wake by now since
-    others use its device for good: with that refusal A goes for B.
-    """
-    herd = Herd(spec("a", needs={"g": 4}), "b", models_max=1)
+def asleep_as_others_come(herd: Herd) -> str:
+    """Have A asleep when others take all of its device, and return its instance."""
     herd.read(g=Device(4, 4))
     ready(herd, "a", used=1.0)
     a = herd.of("a").id
     herd.do(ev.FellAsleep(a), at=5.0)
     herd.do(ev.Slept(a))
     herd.read(seen={a: {"g": 0}}, g=Device(4, 0))
+    return a
+
+
+def test_a_sleeper_whose_entry_is_refused_makes_room_at_once() -> None:
+    """B waits for the one slot, which A sleeps in; A is asked for, too, and is too big to wake by now since
+    others use its device for good: with that refusal A goes for B.
+    """
+    herd = Herd(spec("a", needs={"g": 4}), "b", models_max=1)
+    a = asleep_as_others_come(herd)
     assert herd.ask("a", "b", at=20.0) == ()
     herd.t += ledger.RELEASE_AWAITED_S
     refused, _, stop = herd.read(seen={a: {"g": 0}})
@@ -107,12 +113,7 @@ def test_a_sleeper_whose_entry_is_refused_makes_room_at_once() -> None:
 def test_a_sleeper_whose_entry_is_refused_goes_at_once_if_it_was_idle_for_long() -> None:
     """A sleeps past its unload-after while a request waits for its bytes: when that is refused, it goes."""
     herd = Herd(spec("a", needs={"g": 4}, unload_after=10.0))
-    herd.read(g=Device(4, 4))
-    ready(herd, "a", used=1.0)
-    a = herd.of("a").id
-    herd.do(ev.FellAsleep(a), at=5.0)
-    herd.do(ev.Slept(a))
-    herd.read(seen={a: {"g": 0}}, g=Device(4, 0))
+    a = asleep_as_others_come(herd)
     assert herd.ask("a", at=9.0) == ()
     herd.t += ledger.RELEASE_AWAITED_S
     refused, stop = herd.read(seen={a: {"g": 0}})
