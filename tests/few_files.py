@@ -18,7 +18,7 @@ def open_files(pid: int) -> set[int]:
 def no_more_files(pid: int, beyond: int = 0) -> Iterator[None]:
     """Let a process open no more files than it has open now, and `beyond`."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    # Those that are there at each look: others are open for an instant only.
+    # Those that are there at each of some looks, a moment apart: others are open for an instant only.
     taken = open_files(pid)
     for _ in range(LOOKS):
         time.sleep(LOOK_S)

@@ -210,9 +210,8 @@ async def test_a_child_that_dies_at_start_is_told_to_all_who_wait_with_its_last_
             async with stead.redis() as redis:
                 return int(await redis.hlen(KEYS.tickets("dies"))) == 5
 
-        await until(
-            all_wait, "five to wait for it"
-        )  # who comes after the retry would have it start once more
+        # Who comes after the retry would have it start once more.
+        await until(all_wait, "five to wait for it")
         (stead.models / "dies-gate").touch()
         errors = [refusal(answer, 500) for answer in await asked]
         page = (await client.get("/logs/dies")).text

@@ -201,9 +201,8 @@ async def test_c127_a_forced_unload_ends_what_has_no_answer_yet_and_loads_nothin
     count, pid = await both.loads("busy"), (await both.made.instance("busy"))["pid"]
     gate.unlink()
     serving = both.file("busy", f"serving.{pid}")
-    await until(
-        lambda: not serving.exists(), "the first answer to be over"
-    )  # its mark outlives its last byte
+    # Its mark outlives its last byte.
+    await until(lambda: not serving.exists(), "the first answer to be over")
     asked = asyncio.create_task(both.ask("busy"))
     await until(serving.exists, "the engine to work on it")
     await both.two.post("/models/unload", json={"model": "busy", "force": True})
