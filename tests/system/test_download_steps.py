@@ -34,6 +34,7 @@ async def struck_at(made: Stand, orders: FaultOrders, point: str, stem: str) -> 
     """Order a download whose job dies at a point, and once more if that was its end."""
     repo, name = f"org/{stem}", f"org/{stem}:Q4_K_M"
     made.hub.add(repo, {f"{stem}-Q4_K_M.gguf": content(len(stem) + int(stem[-1]))})
+    await made.at_rest()  # so that the job which comes by is this download's
     orders.order(point)
     ordered = asyncio.create_task(made.pull(repo))
     pid = await orders.hit(point)
